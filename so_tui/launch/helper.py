@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,13 +165,7 @@ def stream_tool(
     helper may take as long as it wants.
     """
     with contextlib.closing(ToolProcess(name, cancel)) as process:
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.end()
-
-        timer = threading.Timer(timeout_s, expire)
+        begun, timer = time.monotonic(), threading.Timer(timeout_s, process.end)
         timer.daemon = True
         timer.start()
         process.send(request)
@@ -178,10 +173,11 @@ def stream_tool(
         try:
             yield from process.answers()
         except ToolError as error:
-            if expired.is_set():
-                message = f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:,.0f} s"
-                raise ToolError(message) from error
-            raise
+            if time.monotonic() - begun < timeout_s:
+                raise
+            raise ToolError(
+                f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:,.0f} s"
+            ) from error
         finally:
             timer.cancel()
 

@@ -60,14 +60,14 @@ def measure_rates(
         The rates, and the file that has them now.
 
     Raises:
-        Refused, ToolError: As for ``measured_beside_nothing``.
+        Refused, ToolError: As for ``measure_alone``.
     """
-    answer = measured_beside_nothing("calibrate", machine, "calibrate", tell, timeout_s)
+    answer = measure_alone("calibrate", machine, "calibrate", tell, timeout_s)
     rates = msgspec.convert(answer["rates"], Rates)
     return rates, store(machine, rates=rates)
 
 
-def measured_beside_nothing(
+def measure_alone(
     tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
 ) -> dict[str, Any]:
     """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run

@@ -147,6 +147,8 @@ def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
     if found is None:
         _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
         found = here or inspect_machine()
+    elif seen is None:
+        _LOG.info("partition %s: as the profile of %s says", partition, profile.title)
     if not profile.network_gbit_per_s:
         return found
     return replace(
@@ -188,7 +190,8 @@ def _known(slurm: SlurmSpec) -> tuple[_SeenMachine | None, Machine | None, Site]
 
     profile = load_site(site_name(slurm.site))
     seen = _seen_machine(cluster_here(), slurm.partition)
-    described = _described(profile, slurm.partition)
+    name = profile.partition(slurm.partition).machine or profile.machine
+    described = named_machine(name) if name else None
     if (
         seen is not None
         and described is not None
@@ -197,15 +200,6 @@ def _known(slurm: SlurmSpec) -> tuple[_SeenMachine | None, Machine | None, Site]
     ):
         seen = None
     return seen, described, profile
-
-
-def _described(profile: Site, partition: str) -> Machine | None:
-    """Return the machine that a site profile describes; None if it does not."""
-    name = profile.partition(partition).machine or profile.machine
-    if not name:
-        return None
-    _LOG.info("partition %s: %s, as the profile of %s says", partition, name, profile.title)
-    return named_machine(name)
 
 
 def with_remedy(error: Refused, slurm: SlurmSpec, *, described: bool) -> Refused:

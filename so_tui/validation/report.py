@@ -197,10 +197,6 @@ class Report(Struct, frozen=True, kw_only=True):
     agreement: tuple[LossAgreement, ...] = ()
     """Of every training part that can be compared with an earlier one."""
 
-    @property
-    def complete(self) -> bool:
-        return all(outcome.state in ("measured", *FAILURES) for outcome in self.outcomes)
-
     def with_outcome(self, outcome: Outcome) -> Report:
         """Return the report with an outcome in place of the one of the same key."""
         outcomes = tuple(outcome if old.key == outcome.key else old for old in self.outcomes)

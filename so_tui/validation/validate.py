@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from so_tui import __version__
 from so_tui.folders import probes_dir
 from so_tui.launch.helper import Cancel, stream_tool
-from so_tui.launch.helper_jobs import measure_rates, measured_beside_nothing
+from so_tui.launch.helper_jobs import measure_alone, measure_rates
 from so_tui.launch.launch import launch_of, usable_machine
 from so_tui.launch.probe import (
     MEASURED_STEPS,
@@ -277,7 +277,7 @@ def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> Rat
 
 
 def _copies(machine: Machine, tell: Callable[[str], None], limit_s: float) -> CopiesFound:
-    answer = measured_beside_nothing("copies", machine, "validate", tell, limit_s)
+    answer = measure_alone("copies", machine, "validate", tell, limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
 
 

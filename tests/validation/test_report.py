@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
+from so_tui.machine.doctor import Finding
 from so_tui.plan.measured import Figures
 from so_tui.runs.records import PhaseRecord
 from so_tui.validation import report as reports
@@ -24,7 +25,6 @@ from so_tui.validation.report import (
     HIDDEN,
     CopiesFound,
     CopyRates,
-    Found,
     Outcome,
     TrainingFound,
     _hidden,
@@ -159,7 +159,7 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
     title = f"{host.upper()}: {home}/.cache is full, says {user}@{host}"
-    found = machine_found(inspect_machine(), (Found(code="a", severity="note", title=title),))
+    found = machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
     software = replace(found.software, compiler=f"c++ (built in {home}/gcc) 12")
     reason = f"`so-tui logs {home}/.local/state/x` shows; alps says no"
     failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)

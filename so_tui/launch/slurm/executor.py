@@ -33,7 +33,7 @@ from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import last_lines
-from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
@@ -248,9 +248,14 @@ class SlurmExecutor(Executor):
             submitted=time.time(),
             works_in=self._works_in,
         )
-        before, queued = _enter_queue(
-            run, attempt, script, submission, assume_dead=launch.assume_dead
-        )
+        with run_lock(run, assume_dead=launch.assume_dead) as lock:
+            before = read_state(run)
+            if lock is None or before.state == "queued":
+                raise another_start(run)
+            write_run_file(run, run.job_script_path(attempt), script.encode())
+            _write_submission(run, attempt, submission)
+            queued = queued_state(before)
+            write_state(run, queued)
         try:
             job_id = self._job_id or client.submit(
                 str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
@@ -367,25 +372,6 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_json(run, run.submission_path(attempt), submission)
-
-
-def _enter_queue(
-    run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool
-) -> tuple[RunState, RunState]:
-    """Write what the job needs and that the run is queued, and return the states before and after.
-
-    Raises:
-        SoTuiError: Another start of the run came first.
-    """
-    with run_lock(run, assume_dead=assume_dead) as lock:
-        before = read_state(run)
-        if lock is None or before.state == "queued":
-            raise another_start(run)
-        write_run_file(run, run.job_script_path(attempt), script.encode())
-        _write_submission(run, attempt, submission)
-        queued = queued_state(before)
-        write_state(run, queued)
-    return before, queued
 
 
 def _job_of(

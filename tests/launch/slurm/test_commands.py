@@ -147,7 +147,7 @@ def test_a_job_that_slurm_requeued_itself_is_requeued(
 
 def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [960.0]
-    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("so_tui.launch.slurm.client.time.monotonic", lambda: now[0])
     forget_cluster(monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; exit 1")

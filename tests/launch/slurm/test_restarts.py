@@ -125,7 +125,7 @@ def test_silent_first_node_is_not_waited_for(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = count(step=1e6)
-    monkeypatch.setattr(in_job.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr("so_tui.launch.in_job.time.monotonic", lambda: next(now))
     with rejected("first-node-silent"):
         _told_attempt(run, 1, 1)
 

@@ -7,6 +7,7 @@ import shlex
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,7 +201,7 @@ def test_environment_and_setup_come_before_the_start() -> None:
         ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
     ],
 )
-def test_site_refusals_come_before(site: str, changes: dict[str, str], code: str) -> None:
+def test_site_refusals_come_before(site: str, changes: dict[str, Any], code: str) -> None:
     with rejected(code):
         script(load_site(site), **changes)
 
