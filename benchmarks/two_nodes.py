@@ -115,7 +115,7 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
             if len(hosts) == 1
             else Nodes(node=node, count=len(hosts), address="127.0.0.1", port=port)
         )
-        launch = prepare(spec, host, inherited={})
+        launch = prepare(spec, host)
         launch = msgspec.structs.replace(
             launch,
             plan=msgspec.structs.replace(launch.plan, binding=numbered(launch.plan.binding, node)),

@@ -23,6 +23,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.errors import reject
+from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import beneath, console
 from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
 
@@ -123,20 +124,21 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     """
     from so_tui.launch.places import machine_of
 
-    return chosen_machine(arguments) if arguments.machine else machine_of(spec)
+    return chosen_machine(arguments) if arguments.machine else machine_of(spec.slurm)
 
 
-def note_place(machine: Machine, partition: str, *, site: str = "", named: bool) -> None:
+def note_place(machine: Machine, slurm: SlurmSpec, *, named: bool) -> None:
     """Say from what the machine of a partition is known, unless the user has named it (``named``),
     and which site profiles could not be used.
     """
     from so_tui.launch.places import left_out_profiles, source_of
 
-    for problem in left_out_profiles(partition, site=site):
+    for problem in left_out_profiles(slurm):
         print_note(f"Left out: {problem}")
+    partition = slurm.partition
     if not partition or named:
         return
-    seen, profile = source_of(partition, site=site)
+    seen, profile = source_of(slurm)
     nodes = f"The nodes of partition {partition}"
     if seen is not None:
         print_note(

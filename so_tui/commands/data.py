@@ -32,7 +32,7 @@ def convert(arguments: argparse.Namespace) -> int:
         InputError: There is no such run or checkpoint, or the target holds something else.
     """
     from so_tui.launch.checks import writable
-    from so_tui.launch.helper import last_answer
+    from so_tui.launch.helper import call_tool
     from so_tui.launch.helper_jobs import from_deepspeed
 
     def tell(message: str) -> None:
@@ -41,7 +41,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.to:
         run = find_run(arguments.source, arguments.runs_dir)
         writable(Path(arguments.to), "--to")
-        last_answer("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, tell)
+        call_tool("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, tell)
         print(printable_line(f"wrote {arguments.to}"))
         return 0
     made = from_deepspeed(Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, tell)

@@ -181,7 +181,7 @@ def _fix(arguments: argparse.Namespace) -> None:
         "compiling the CPU Adam kernels; the first time, this takes up to a minute …",
         stderr=arguments.json,
     )
-    answer = call_tool("build_ops", {})
+    answer = call_tool("build_ops", {}, timeout_s=600.0)
     print(
         f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)",
         file=sys.stderr if arguments.json else sys.stdout,

@@ -20,6 +20,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.spec import InputError, field_index, find_preset, load_catalog, parse_value, problems_in
 from so_tui.spec.errors import reject
+from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import console
 from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
@@ -55,9 +56,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([chosen]))
     else:
-        note_place(
-            machine, spec.slurm.partition, site=spec.slurm.site, named=bool(arguments.machine)
-        )
+        note_place(machine, spec.slurm, named=bool(arguments.machine))
         print_rich(render_plan(chosen, machine))
         if chosen.recommended:
             # On one line, so that it can be copied.
@@ -80,15 +79,12 @@ def _plan_one(arguments: argparse.Namespace) -> int:
 
 def _plan_table(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts."""
-    from so_tui.launch.places import machine_of_partition
+    from so_tui.launch.places import machine_of
     from so_tui.plan.planner import plan_table, unplannable
     from so_tui.plan.show import plans_json, render_table
 
-    machine = (
-        machine_of_partition(arguments.partition)
-        if arguments.partition and not arguments.machine
-        else chosen_machine(arguments)
-    )
+    slurm = SlurmSpec(partition=arguments.partition or "")
+    machine = chosen_machine(arguments) if arguments.machine else machine_of(slurm)
     counts, nodes = _counts(arguments), _nodes(arguments)
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine, counts, nodes)
@@ -97,7 +93,7 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        note_place(machine, arguments.partition or "", named=bool(arguments.machine))
+        note_place(machine, slurm, named=bool(arguments.machine))
         print_rich(render_table(rows, machine, console().width))
         for text in left_out:
             print_note(text)
@@ -210,13 +206,13 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         )
     try:
         launch = prepare(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
-        run = run_to_end(launch, probes_dir(), report)
+        ran = run_to_end(launch, probes_dir(), report)
     finally:
         if rows:
             rows.unlink()
-    probe = probe_of(measured_of(run, launch.plan), launch.plan, machine)
+    probe = probe_of(measured_of(ran, launch.plan), launch.plan, machine)
     path = store(machine, probe=probe)
-    delete_run(run)
+    delete_run(ran.run)
     corrected = make_plan(chosen.spec, machine)
     if arguments.json:
         print_json(

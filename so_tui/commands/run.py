@@ -216,7 +216,7 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
     try:
         return replace(prepare(spec, machine, force=arguments.force), called=arguments.name or "")
     except Refused as error:
-        raise with_remedy(error, spec, described=bool(arguments.machine)) from None
+        raise with_remedy(error, spec.slurm, described=bool(arguments.machine)) from None
 
 
 def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
@@ -251,7 +251,7 @@ def resume(arguments: argparse.Namespace) -> int:
     spec = read_spec(target)
     launch = prepare_resume(
         target,
-        machine_of(with_values(spec, changes) if changes else spec),
+        machine_of((with_values(spec, changes) if changes else spec).slurm),
         values=changes,
         force=arguments.force,
         start_over=arguments.start_over,

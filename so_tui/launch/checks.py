@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from so_tui.folders import default_runs_dir
 from so_tui.launch.executors import executor_of
-from so_tui.launch.helper import call_tool, problem_of
+from so_tui.launch.helper import call_tool
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.samples import GpuSampler
@@ -72,33 +72,23 @@ def preflight(
             ``doctor-blocks``, forceable).
     """
     began = time.monotonic()
-    warnings = _warnings(launch, runs_dir, begins)
-    return replace(launch, checks_s=time.monotonic() - began), (
-        *launch.plan.warning_texts,
-        *warnings,
-    )
-
-
-def _warnings(
-    launch: Launch, runs_dir: Path | None, begins: Callable[[Check], object]
-) -> tuple[str, ...]:
     begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        slurm = launch.spec.slurm
-        return tuple(
-            f"left out: {problem}"
-            for problem in left_out_profiles(slurm.partition, site=slurm.site)
+        wrong = left_out_profiles(launch.spec.slurm)
+        warnings = tuple(f"left out: {problem}" for problem in wrong)
+    else:
+        warnings = quick_checks(launch, runs_dir=runs_dir)
+        if not launch.forced:
+            begins("machine")
+            _refuse(_blocked_by_doctor(launch), forceable=True)
+        begins("inputs")
+        request = {"spec": spec_tree(launch.spec)}
+        warnings += tuple(
+            call_tool("check_inputs", request, timeout_s=_CHECK_TIMEOUT_S)["warnings"]
         )
-    warnings = quick_checks(launch, runs_dir=runs_dir)
-    if not launch.forced:
-        begins("machine")
-        _refuse_what_doctor_blocks(launch.plan, launch.machine)
-    begins("inputs")
-    answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
-    if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
-        raise InputError(problems)
-    return (*warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    launch = replace(launch, checks_s=time.monotonic() - began)
+    return launch, (*launch.plan.warning_texts, *warnings)
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
@@ -134,24 +124,24 @@ def quick_checks(
     """
     plan, machine = launch.plan, launch.machine
     if plan.spec.nodes > 1:
-        message = (
+        raise refuse(
+            "several-nodes-here",
             f"nodes = {plan.spec.nodes}, and a run on this machine has one. Name a Slurm partition "
-            "with --partition, or set nodes to 1"
+            "with --partition, or set nodes to 1",
         )
-        raise refuse("several-nodes-here", message)
-    _refuse_missing_software(machine)
+    _refuse(_missing_software(machine))
     if plan.spec.tracking.wandb and find_spec("wandb") is None:
-        message = (
+        raise refuse(
+            "tracker-missing",
             "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
-            "tracking.wandb to false"
+            "tracking.wandb to false",
         )
-        raise refuse("tracker-missing", message)
     if problems := missing_inputs(plan.spec):
         raise InputError(problems)
-    _refuse_gpus_in_use(plan, machine)
+    _refuse(_gpus_in_use(plan, machine))
     if not launch.forced:
         _refuse_missing_compiler(plan, machine)
-        _refuse_too_little_space(plan, saved, runs_dir)
+        _refuse(_lacking_space(plan, saved, runs_dir, shared_memory=True), forceable=True)
     return _other_users(plan, machine)
 
 
@@ -169,7 +159,8 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
     if not launch.forced:
-        _refuse_too_little_space(launch.plan, saved, runs_dir, shared_memory=False)
+        space = _lacking_space(launch.plan, saved, runs_dir, shared_memory=False)
+        _refuse(space, forceable=True)
 
 
 def writable(wanted: Path, field: str) -> Path:
@@ -196,46 +187,40 @@ def writable(wanted: Path, field: str) -> Path:
     return folder
 
 
-def _refuse_missing_software(machine: Machine) -> None:
+def _refuse(found: Iterable[Refusal], *, forceable: bool = False) -> None:
+    """Raise Refused if there is a refusal."""
+    if refusals := [*found]:
+        raise Refused(refusals, forceable=forceable)
+
+
+def _missing_software(machine: Machine) -> Iterator[Refusal]:
     software = machine.software
-    refusals = [
-        Refusal("software-missing", f"{name} is not installed here. {INSTALL_TRAINING}")
-        for name, version in (
-            ("torch", software.torch),
-            ("deepspeed", software.deepspeed),
-            ("transformers", software.transformers),
-        )
-        if version is None
-    ]
+    for name in ("torch", "deepspeed", "transformers"):
+        if getattr(software, name) is None:
+            message = f"{name} is not installed here. {INSTALL_TRAINING}"
+            yield Refusal("software-missing", message)
     if any(gpu.vendor == "amd" for gpu in machine.gpus):
         if software.torch and software.torch_rocm is None:
-            message = (
+            yield Refusal(
+                "torch-without-rocm",
                 f"torch {software.torch} is a build without ROCm, which the GPUs of "
-                f"{machine.label} need. Install one from pytorch.org"
+                f"{machine.label} need. Install one from pytorch.org",
             )
-            refusals.append(Refusal("torch-without-rocm", message))
     elif machine.gpus and software.torch and software.torch_cuda is None:
-        message = (
+        yield Refusal(
+            "torch-without-cuda",
             f"torch {software.torch} is a build without CUDA, and {machine.label} has "
             f"{len(machine.gpus)} GPUs. Install a CUDA build of torch (see the README for Grace "
-            "Hopper)"
+            "Hopper)",
         )
-        refusals.append(Refusal("torch-without-cuda", message))
-    if refusals:
-        raise Refused(refusals)
 
 
-def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
-    """Refuse, forceable, what else would end the run, such as an old driver or a GPU that no
-    process may use.
-    """
-    blocked = [finding for finding in findings(machine, plan) if finding.severity == "blocks"]
-    if blocked:
-        refusals = [
-            Refusal("doctor-blocks", f"{finding.title} ({finding.evidence}). {finding.remedy}")
-            for finding in blocked
-        ]
-        raise Refused(refusals, forceable=True)
+def _blocked_by_doctor(launch: Launch) -> Iterator[Refusal]:
+    """Yield what else would end the run, such as an old driver or a GPU that no process may use."""
+    for finding in findings(launch.machine, launch.plan):
+        if finding.severity == "blocks":
+            message = f"{finding.title} ({finding.evidence}). {finding.remedy}"
+            yield Refusal("doctor-blocks", message)
 
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
@@ -245,47 +230,42 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
         and machine.software.compiler is None
         and not has_adam_kernel(SystemFiles(), os.environ)
     ):
-        message = (
+        raise refuse(
+            "compiler-missing",
             "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or "
-            "set CXX)"
+            "set CXX)",
+            forceable=True,
         )
-        raise refuse("compiler-missing", message, forceable=True)
 
 
-def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
-    """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor
-    takes them.
+def _gpus_in_use(plan: Plan, machine: Machine) -> Iterator[Refusal]:
+    """Yield the GPUs that another run of this user holds. This is only an early check: the
+    supervisor takes them.
     """
-    taken = []
     for gpu in host_check.chosen_gpus(plan, machine):
         try:
             for lock in host_check.take_gpus([gpu], ""):
                 lock.release()
         except host_check.LockTakenError as error:
-            taken.append(
-                Refusal(
-                    "gpu-in-use",
-                    f"{error}. Wait for it, stop it, or choose other GPUs with gpus = [...]",
-                )
+            yield Refusal(
+                "gpu-in-use",
+                f"{error}. Wait for it, stop it, or choose other GPUs with gpus = [...]",
             )
-    if taken:
-        raise Refused(taken)
 
 
-def _refuse_too_little_space(
-    plan: Plan, saved: int, runs_dir: Path | None, *, shared_memory: bool = True
-) -> None:
-    """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
+def _lacking_space(
+    plan: Plan, saved: int, runs_dir: Path | None, *, shared_memory: bool
+) -> Iterator[Refusal]:
+    """Yield where the plan's checkpoints or shared memory do not fit now."""
     runs_dir = runs_dir or default_runs_dir()
-    refusals = []
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
     if free_bytes < _RECORDS_BYTES:
-        message = (
+        yield Refusal(
+            "disk-too-small",
             f"Records and logs of a run need {disk_size(_RECORDS_BYTES)}, and {runs_dir} has "
             f"{disk_size(free_bytes)} free. Free space there, or choose another folder with "
-            "--runs-dir"
+            "--runs-dir",
         )
-        refusals.append(Refusal("disk-too-small", message))
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
     folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
     most = plan.spec.checkpoint.most_at_once
@@ -299,11 +279,11 @@ def _refuse_too_little_space(
             if copies == 1
             else f"{copies} checkpoints need"
         )
-        message = (
+        yield Refusal(
+            "disk-too-small",
             f"{noun} {disk_size(needed_bytes)}, and {folder} has {disk_size(free_bytes)} free. "
-            "Free space, set checkpoint.folder, or lower checkpoint.keep"
+            "Free space, set checkpoint.folder, or lower checkpoint.keep",
         )
-        refusals.append(Refusal("disk-too-small", message))
     shm = Path("/dev/shm")
     if (
         shared_memory
@@ -311,14 +291,12 @@ def _refuse_too_little_space(
         and shm.is_dir()
         and plan.shm_bytes > (free := shutil.disk_usage(shm).free)
     ):
-        message = (
+        yield Refusal(
+            "shared-memory-too-small",
             f"/dev/shm has {memory_size(free)} free, and the run needs "
             f"{memory_size(plan.shm_bytes)}. Remount it larger (in Docker: --shm-size), or use "
-            "offload.engine = so-tui"
+            "offload.engine = so-tui",
         )
-        refusals.append(Refusal("shared-memory-too-small", message))
-    if refusals:
-        raise Refused(refusals, forceable=True)
 
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:

@@ -52,22 +52,17 @@ class AlertCommand:
     """Runs one command at a time, in order. For one thread."""
 
     def __init__(self) -> None:
+        self.pid: int | None = None
+        """Of the command, if it is under way."""
         self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(
             maxlen=_MOST_WAITING
         )
-        self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
         """Not collected yet. One that runs as another user may not be killed, and one that waits
         for a disk ends when the disk answers.
         """
-        self._ends_at = 0.0
-        self._output = b""
-        self._name = ""
-
-    @property
-    def pid(self) -> int | None:
-        """Of the command, if it is under way."""
-        return None if self._process is None else self._process.pid
+        self._over = False
+        self._steps = self._run()
 
     def request(
         self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float
@@ -81,13 +76,8 @@ class AlertCommand:
             timeout_s: After this time its process group is killed.
         """
         if command:
-            self._waiting.append(
-                (
-                    [text if argument == TEXT_ARGUMENT else argument for argument in command],
-                    about,
-                    timeout_s,
-                )
-            )
+            argv = [text if argument == TEXT_ARGUMENT else argument for argument in command]
+            self._waiting.append((argv, about, timeout_s))
             self.tick()
 
     def tick(self) -> None:
@@ -95,77 +85,75 @@ class AlertCommand:
         waits.
         """
         self._killed = [process for process in self._killed if process.poll() is None]
-        if self._process is not None:
-            self._read()
-            # Not collected yet: until then no other process can get its number, by which its group
-            # is ended.
-            ended = (
-                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                is not None
-            )
-            if not ended and time.monotonic() < self._ends_at:
-                return
-            self._collect(in_time=ended)
-        if self._waiting:
-            self._start(*self._waiting.popleft())
+        next(self._steps)
 
     def finish(self) -> None:
         """Wait for the commands that are under way or waiting, at most a minute in all."""
         deadline = time.monotonic() + _END_S
-        while self._process is not None or self._waiting:
+        while self.pid is not None or self._waiting:
             if time.monotonic() > deadline:
                 self._waiting.clear()
-                self._ends_at = 0.0
+                self._over = True
             self.tick()
             time.sleep(0.05)
 
-    def _start(self, argv: Sequence[str], about: Mapping[str, str], timeout_s: float) -> None:
-        try:
-            self._process = subprocess.Popen(
-                argv,
-                env={**os.environ, **about},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
-            log_line(f"the alert command {argv[0]} was not started: {error}")
-            return
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._output, self._name = b"", argv[0]
-        self._ends_at = time.monotonic() + timeout_s
+    def _run(self) -> Iterator[None]:
+        """Run what waits, and look at the command that is under way once in each step."""
+        while True:
+            if not self._waiting:
+                yield
+                continue
+            argv, about, timeout_s = self._waiting.popleft()
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    env={**os.environ, **about},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                log_line(f"the alert command {argv[0]} was not started: {error}")
+                continue
+            self.pid, ends_at = process.pid, time.monotonic() + timeout_s
+            assert process.stdout is not None
+            printed, output, ended = process.stdout.fileno(), b"", False
+            os.set_blocking(printed, False)
+            while not (ended or self._over or time.monotonic() >= ends_at):
+                yield
+                output = (output + _beginning(printed))[:_KEPT_BYTES]
+                # Not collected yet: until then no other process can get its number, by which its
+                # group is ended.
+                looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                ended = os.waitid(os.P_PID, process.pid, looks) is not None
+            # What the command left in its group ends, too.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.stdout.close()
+            if not ended:
+                self._killed.append(process)
+            code = process.wait() if ended else None
+            self.pid = None
+            if code != 0:
+                end = f"ended with exit code {code}" if ended else "took too long"
+                said = brief_message(output.decode(errors="replace"))
+                log_line(f"the alert command {argv[0]} {end}{': ' + said if said else ''}")
 
-    def _read(self) -> None:
-        """Take what the command printed, so that it does not wait for a full pipe, and keep the
-        beginning.
-        """
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(64):
-                block = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not block:
-                    return
-                self._output = (self._output + block)[:_KEPT_BYTES]
 
-    def _collect(self, *, in_time: bool) -> None:
-        """Log what went wrong, and end what the command left in its process group."""
-        process, self._process = self._process, None
-        assert process is not None
-        assert process.stdout is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        if not in_time:
-            self._killed.append(process)
-        code = process.wait() if in_time else None
-        if code != 0:
-            end = f"ended with exit code {code}" if in_time else "took too long"
-            said = brief_message(self._output.decode(errors="replace"))
-            log_line(f"the alert command {self._name} {end}{': ' + said if said else ''}")
+def _beginning(descriptor: int) -> bytes:
+    """Take what a command has printed, so that it does not wait for a full pipe, and return the
+    beginning.
+    """
+    output = b""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(64):
+            block = os.read(descriptor, 1 << 16)
+            if not block:
+                break
+            output = (output + block)[:_KEPT_BYTES]
+    return output
 
 
 # Values of a launch that are not known until a supervisor starts it on its host.
@@ -209,7 +197,7 @@ MEANINGS: dict[Placeholder, str] = {
 def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
     """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
     present = set(texts)
-    return tuple(placeholder for placeholder in Placeholder if placeholder.value in present)
+    return tuple(placeholder for placeholder in Placeholder if placeholder in present)
 
 
 TRAINER_MODULE = "so_tui_trainer"
@@ -219,48 +207,28 @@ def argv(plan: Plan) -> tuple[str, ...]:
     """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for
     the host's values.
     """
-    return (
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        *(_several_nodes(plan) if plan.spec.nodes > 1 else _one_node(plan)),
-        # Without a working numactl the launcher would fail. The trainer binds itself in any case.
-        *(
-            ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))
-            if uses_numactl(plan.binding)
-            else ()
-        ),
-        *(
-            "--module",
-            TRAINER_MODULE,
-            "--run",
-            Placeholder.RUN.value,
-            "--attempt",
-            Placeholder.ATTEMPT.value,
-        ),
-        *(("--node", Placeholder.NODE.value) if plan.spec.nodes > 1 else ()),
-    )
-
-
-def _one_node(plan: Plan) -> Sequence[str]:
-    # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a
-    # run over ssh.
-    no_hostfile = ("--hostfile", "/dev/null")
-    gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
-    if not gpus:
-        return (*no_hostfile, "--num_gpus", str(len(plan.binding)))
-    return (*no_hostfile, "--include", "localhost:" + ",".join(map(str, gpus)))
-
-
-def _several_nodes(plan: Plan) -> Sequence[str]:
-    """Return the options of a launcher that a supervisor starts on each node. Launchers over ssh or
-    srun would lose the binding.
-    """
-    return (
-        *("--hostfile", Placeholder.HOSTFILE.value, "--include", Placeholder.DEVICES.value),
-        *("--no_ssh", "--node_rank", Placeholder.NODE.value),
-        *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
-    )
+    if plan.spec.nodes > 1:
+        # A supervisor starts it on each node. Launchers over ssh or srun would lose the binding.
+        where = [
+            *("--hostfile", Placeholder.HOSTFILE, "--include", Placeholder.DEVICES),
+            *("--no_ssh", "--node_rank", Placeholder.NODE),
+            *("--master_addr", Placeholder.ADDRESS, "--master_port", Placeholder.PORT),
+        ]
+    else:
+        # A path that is never a regular file: a /job/hostfile of the site would otherwise make this
+        # a run over ssh.
+        where = ["--hostfile", "/dev/null"]
+        gpus = ",".join(str(rank.gpu) for rank in plan.binding if rank.gpu is not None)
+        where += (
+            ["--include", f"localhost:{gpus}"] if gpus else ["--num_gpus", str(len(plan.binding))]
+        )
+    # Without a working numactl the launcher would fail. The trainer binds itself in any case.
+    if uses_numactl(plan.binding):
+        where += ["--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding)]
+    trainer = [TRAINER_MODULE, "--run", Placeholder.RUN, "--attempt", Placeholder.ATTEMPT]
+    if plan.spec.nodes > 1:
+        trainer += ["--node", Placeholder.NODE]
+    return (sys.executable, "-m", "deepspeed.launcher.runner", *where, "--module", *trainer)
 
 
 # Changes to the environment of the training processes, each with its reason. Every other variable
@@ -292,8 +260,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     placeholders.
     """
     return (
-        *_markers(inherited),
-        *_python(inherited),
+        *_program(inherited),
         *_network(plan, machine, inherited),
         *_code_folders(plan.spec, inherited),
         *_threads(plan, inherited),
@@ -334,7 +301,7 @@ def _rank_threads(plan: Plan) -> int:
     return min((len(rank.adam_cpus or rank.cpus) for rank in plan.binding), default=1) or 1
 
 
-def valid_arch_list(value: str) -> str:
+def _valid_arch_list(value: str) -> str:
     """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX``
     becomes ``8.0;9.0+PTX``.
 
@@ -374,19 +341,16 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
     )
 
 
-def _markers(inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(RUN_MARKER, Placeholder.RUN.value, "marks the processes of this run")
+def _program(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    yield Variable(RUN_MARKER, Placeholder.RUN, "marks the processes of this run")
     yield Variable(
         RUN_ID_MARKER,
-        Placeholder.RUN_ID.value,
+        Placeholder.RUN_ID,
         "distinguishes this run from another one at the same path",
     )
-    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT.value, "marks the processes of this attempt")
+    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt")
     if MARKER in inherited:
         yield Variable(MARKER, None, "marks alert commands; one has started this run")
-
-
-def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
@@ -413,12 +377,12 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     if plan.spec.nodes > 1:
         yield Variable(
             NODE_MARKER,
-            Placeholder.NODE.value,
+            Placeholder.NODE,
             "marks the processes of this node",
         )
         yield Variable(
             RENDEZVOUS,
-            Placeholder.RENDEZVOUS.value,
+            Placeholder.RENDEZVOUS,
             "an address of the first node, where the ranks meet",
         )
         if machine.gpus:
@@ -432,7 +396,7 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     else:
         yield Variable(
             RENDEZVOUS,
-            Placeholder.RENDEZVOUS.value,
+            Placeholder.RENDEZVOUS,
             "a file of your own in which the ranks meet",
         )
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -505,7 +469,7 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
         if allocator:
             yield allocator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
-        valid := valid_arch_list(given)
+        valid := _valid_arch_list(given)
     ) != given:
         yield Variable("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
 

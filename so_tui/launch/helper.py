@@ -16,8 +16,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
@@ -36,33 +39,6 @@ class ToolError(SoTuiError):
     """
 
 
-def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
-    """Run a helper process and return its answer: the last JSON object that it printed.
-
-    Raises:
-        InputError: The helper reports problems that the user can fix (exit code 2).
-        Refused: The training software is not installed (code ``software-missing``).
-        ToolError: Any other failure, with the last lines that the helper wrote to stderr.
-    """
-    try:
-        done = subprocess.run(
-            _argv(name),
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ToolError(_late(name, timeout_s)) from error
-    last = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode != 0:
-        raise _failed(name, done.returncode, last, done.stderr)
-    return _decoded(name, last)
-
-
 class Cancel:
     """Ends a helper process from another thread than the one that waits for it. It may be called
     before the start, and repeatedly.
@@ -71,23 +47,18 @@ class Cancel:
     def __init__(self) -> None:
         self.requested = False
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        with self._lock:
-            self.requested = True
-            self._end()
+        self.requested = True
+        if self._process is not None:
+            _signal(self._process, signal.SIGTERM)
 
     def started(self, process: subprocess.Popen[str]) -> None:
         """Register the process to end. The code that starts the process calls this."""
-        with self._lock:
-            self._process = process
-            if self.requested:
-                self._end()
-
-    def _end(self) -> None:
-        if self._process is not None:
-            _signal(self._process, signal.SIGTERM)
+        # Each of the two threads writes before it reads, so that one of them ends the process.
+        self._process = process
+        if self.requested:
+            self()
 
 
 class ToolProcess:
@@ -102,11 +73,13 @@ class ToolProcess:
             name: Its module.
             cancel: Ends it from another thread; its answers then just end.
         """
-        self._name, self._cancel = name, cancel
+        self._name, self._cancel = name, cancel or Cancel()
         # `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        argv = [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
+        _LOG.info("calling %s", quoted(*argv))
         self._process = subprocess.Popen(
-            _argv(name),
+            argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -116,38 +89,52 @@ class ToolProcess:
             bufsize=1,
             process_group=0,
         )
-        if cancel is not None:
-            cancel.started(self._process)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._lines = self._process.stdin, self._process.stdout
+        self._cancel.started(self._process)
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: object) -> None:
         """Send a request, in ASCII because the helper reads it in its locale's encoding.
         ``answers`` finds out that a helper has ended.
         """
-        assert self._process.stdin is not None
-        line = f"{json.dumps(request)}\n"
         with contextlib.suppress(
             BrokenPipeError, ValueError
         ):  # ValueError: another thread has closed it
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            self._requests.write(f"{json.dumps(msgspec.to_builtins(request))}\n")
+            self._requests.flush()
 
     def end_requests(self) -> None:
         """Tell the helper that no request follows."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers as they come, until the helper ends. Raises the errors of
-        ``call_tool``.
+        """Yield the answers as they come, until the helper ends.
+
+        Raises:
+            InputError: The helper reports problems that the user can fix (exit code 2).
+            Refused: The training software is not installed (code ``software-missing``).
+            ToolError: Any other failure, with the last lines that the helper wrote to stderr.
         """
-        assert self._process.stdout is not None
-        line = ""
-        for line in self._process.stdout:
-            yield _decoded(self._name, line)
-        if self._process.wait() != 0 and not (self._cancel is not None and self._cancel.requested):
-            self._errors.seek(0)
-            raise _failed(self._name, self._process.returncode, line, self._errors.read())
+        problems = None
+        for line in self._lines:
+            answer = _decoded(self._name, line)
+            problems = answer.get("problems")
+            if problems is None:
+                yield answer
+        code = self._process.wait()
+        if code == 0 or self._cancel.requested:
+            return
+        if code == InputError.exit_code and problems:
+            raise InputError(msgspec.convert(problems, list[Problem]))
+        self._errors.seek(0)
+        lines = [line for line in self._errors if line.strip()][-_STDERR_LINES:]
+        if lines and (missing := _MISSING_MODULE.search(lines[-1])):
+            message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
+            raise refuse("software-missing", message)
+        said = " / ".join(line.rstrip("\n") for line in lines) or "it wrote nothing"
+        raise ToolError(f"so_tui_trainer.tools.{self._name} failed (exit code {code}): {said}")
 
     def end(self) -> None:
         """End the helper's whole group. One that the kernel does not let go is left behind."""
@@ -160,8 +147,7 @@ class ToolProcess:
         """End the helper."""
         self.end()
         self.end_requests()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._lines.close()
         self._errors.close()
 
 
@@ -170,46 +156,41 @@ def stream_tool(
     request: dict[str, Any],
     cancel: Cancel | None = None,
     *,
-    timeout_s: float | None = None,
+    timeout_s: float = threading.TIMEOUT_MAX,
 ) -> Iterator[dict[str, Any]]:
     """Run a helper process that reports progress, and yield its JSON lines as they come.
 
     Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled
-    iterator just ends. Raises the errors of ``call_tool``; without ``timeout_s`` the helper may
-    take as long as it wants.
+    iterator just ends. Raises the errors of ``ToolProcess.answers``; without ``timeout_s`` the
+    helper may take as long as it wants.
     """
     with contextlib.closing(ToolProcess(name, cancel)) as process:
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.end()
-
-        timer = threading.Timer(timeout_s or 0.0, expire)
+        begun, timer = time.monotonic(), threading.Timer(timeout_s, process.end)
         timer.daemon = True
-        if timeout_s is not None:
-            timer.start()
+        timer.start()
         process.send(request)
         process.end_requests()
         try:
             yield from process.answers()
         except ToolError as error:
-            if expired.is_set():
-                raise ToolError(_late(name, timeout_s)) from error
-            raise
+            if time.monotonic() - begun < timeout_s:
+                raise
+            raise ToolError(
+                f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:,.0f} s"
+            ) from error
         finally:
             timer.cancel()
 
 
-def last_answer(
+def call_tool(
     name: str,
     request: dict[str, Any],
-    tell: Callable[[str], None],
+    tell: Callable[[str], object] = lambda _: None,
     *,
-    timeout_s: float | None = None,
+    timeout_s: float = threading.TIMEOUT_MAX,
 ) -> dict[str, Any]:
-    """Run a helper process that tells in words what it does, and return its last answer; otherwise
-    as ``stream_tool``.
+    """Run a helper process and return its last answer. ``tell`` receives the words in which it says
+    what it does; otherwise as ``stream_tool``.
     """
     answer: dict[str, Any] = {}
     for answer in stream_tool(name, request, timeout_s=timeout_s):
@@ -224,68 +205,36 @@ def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
             os.killpg(process.pid, number)
 
 
-def _late(name: str, timeout_s: float | None) -> str:
-    return f"so_tui_trainer.tools.{name} gave no answer within {timeout_s or 0:,.0f} s"
-
-
-def problem_of(entry: dict[str, Any]) -> Problem:
-    """Convert a problem from a helper's answer. Older helpers' answers have no code."""
-    texts = {
-        key: str(entry.get(key, ""))
-        for key in ("field", "value", "message", "remedy", "default", "file")
-    }
-    return Problem(str(entry.get("code") or "unknown"), **texts)
-
-
-def _argv(name: str) -> list[str]:
-    argv = [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
-    _LOG.info("calling %s", quoted(*argv))
-    return argv
-
-
 def _environment() -> dict[str, str]:
     """Return the environment of a helper. Raises ToolError if others can write the folders of
     compiled code.
     """
     # Progress bars of the libraries would go to stderr and be mistaken for the error.
-    fixed = {
+    environment = {
+        **os.environ,
         "PYTHONSAFEPATH": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **code_folders(os.environ),
     }
-    environment = {**os.environ, **fixed, **code_folders(os.environ)}
     try:
         make_code_folders(environment)
     except OSError as error:
-        message = (
+        raise ToolError(
             f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
             "folder of your own"
-        )
-        raise ToolError(message) from error
+        ) from error
     return environment
 
 
 def _decoded(name: str, text: str) -> dict[str, Any]:
     try:
-        answer = json.loads(text)
+        return msgspec.convert(json.loads(text), dict[str, Any])
     except (
         ValueError,
         RecursionError,
+        msgspec.ValidationError,
     ) as error:  # ValueError: also an integer of thousands of digits
-        raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON: {text[:200]!r}") from error
-    if not isinstance(answer, dict):
-        raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}")
-    return answer
-
-
-def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
-    if code == InputError.exit_code and (problems := _decoded(name, last_line).get("problems")):
-        return InputError([problem_of(entry) for entry in problems])
-    lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
-    if lines and (missing := _MISSING_MODULE.search(lines[-1])):
-        message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
-        return refuse("software-missing", message)
-    return ToolError(
-        f"so_tui_trainer.tools.{name} failed (exit code {code}): "
-        + (" / ".join(lines) or "it wrote nothing")
-    )
+        raise ToolError(
+            f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}"
+        ) from error

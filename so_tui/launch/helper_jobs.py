@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, ToolProcess, call_tool, last_answer, stream_tool
+from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -47,7 +47,7 @@ from so_tui.units import disk_size, plural, thousands
 
 
 def measure_rates(
-    machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None
+    machine: Machine, tell: Callable[[str], object], *, timeout_s: float = threading.TIMEOUT_MAX
 ) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
@@ -60,59 +60,68 @@ def measure_rates(
         The rates, and the file that has them now.
 
     Raises:
-        Refused: A run uses a GPU (code ``gpu-in-use``).
-        ToolError: A measurement failed, or took too long.
+        Refused, ToolError: As for ``measure_alone``.
     """
-    mine = visible_machine(machine, os.environ)
-    with gpus_taken(mine, "calibrate"):
-        answer = last_answer("calibrate", request_of(mine), tell, timeout_s=timeout_s)
+    answer = measure_alone("calibrate", machine, "calibrate", tell, timeout_s)
     rates = msgspec.convert(answer["rates"], Rates)
     return rates, store(machine, rates=rates)
 
 
-@contextmanager
-def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
-    """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused
-    (``gpu-in-use``).
+def measure_alone(
+    tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
+) -> dict[str, Any]:
+    """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run
+    begins beside it.
+
+    Raises:
+        Refused: A run uses a GPU (code ``gpu-in-use``).
+        ToolError: A measurement failed, or took too long.
     """
+    mine = visible_machine(machine, os.environ)
     try:
-        held = host_check.take_gpus(machine.gpus, by)
+        held = host_check.take_gpus(mine.gpus, by)
     except host_check.LockTakenError as error:
-        busy = (
+        raise refuse(
+            "gpu-in-use",
             f"{error}. A run and a calibration would disturb each other; wait until the run has "
-            "ended"
-        )
-        raise refuse("gpu-in-use", busy) from error
+            "ended",
+        ) from error
     try:
-        yield
+        return call_tool(tool, _request_of(mine), tell, timeout_s=timeout_s)
     finally:
         for lock in held:
             lock.release()
 
 
-def request_of(machine: Machine) -> dict[str, Any]:
-    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's
-    cores and its rank's.
+def _request_of(machine: Machine) -> dict[str, Any]:
+    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node,
+    the node's cores and its rank's.
 
     The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers
     get, so that the first n represent n cores of a rank.
     """
     allowed = set(machine.allowed_cpus)
-    nodes = [
-        {"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]}
-        for node in machine.cpu_nodes
-    ]
-    nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
-    nodes.sort(
-        key=lambda node: node["id"] != home
-    )  # the curve over core counts is measured on the node of the first GPU
+    # The curve over core counts is measured on the node of the first GPU.
+    nodes = sorted(machine.cpu_nodes, key=lambda node: node.id != home)
     shares = _cores_of_ranks(machine)
-    gpus = []
-    for gpu in machine.gpus:
-        near = [cpu for cpu in gpu.cpus if cpu in allowed]
-        gpus.append({"index": gpu.index, "cpus": near, "rank_cpus": shares.get(gpu.index, near)})
-    return {"nodes": nodes, "gpus": gpus}
+    near = {gpu.index: [cpu for cpu in gpu.cpus if cpu in allowed] for gpu in machine.gpus}
+    return {
+        "nodes": [
+            {"id": node.id, "cpus": [*by_core(machine, cpus)]}
+            for node in nodes
+            if (cpus := [cpu for cpu in node.cpus if cpu in allowed])
+        ],
+        "gpus": [
+            {
+                "index": gpu.index,
+                "node": gpu.numa_node,
+                "cpus": near[gpu.index],
+                "rank_cpus": shares.get(gpu.index, near[gpu.index]),
+            }
+            for gpu in machine.gpus
+        ],
+    }
 
 
 def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
@@ -121,13 +130,9 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
     """
     if not machine.gpus:
         return {}
+    every = tuple(gpu.index for gpu in machine.gpus)
     try:
-        ranks = bind_ranks(
-            machine,
-            tuple(gpu.index for gpu in machine.gpus),
-            mode="gpu",
-            cpu_adam_cores_fraction=0.0,
-        )
+        ranks = bind_ranks(machine, every, mode="gpu", cpu_adam_cores_fraction=0.0)
     except InputError:
         return {}
     return {rank.gpu: list(rank.cpus) for rank in ranks}
@@ -156,7 +161,7 @@ def from_deepspeed(
     run = create_run(spec, runs_dir)
     try:
         request = {"deepspeed": str(source), "run": str(run.path)}
-        step = int(last_answer("convert", request, tell)["step"])
+        step = int(call_tool("convert", request, tell)["step"])
     except BaseException:
         delete_run(run)
         raise
@@ -226,7 +231,7 @@ class Bin(Struct, frozen=True):
         return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
 
 
-class Tally(Struct, frozen=True, kw_only=True):
+class _Tally(Struct, frozen=True, kw_only=True):
     """What became of the rows of a source, or of all sources."""
 
     rows: int
@@ -239,7 +244,7 @@ class Tally(Struct, frozen=True, kw_only=True):
     cut: int
 
 
-class SourceView(Tally, frozen=True, kw_only=True):
+class SourceView(_Tally, frozen=True, kw_only=True):
     """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its
     documents ``times_an_epoch``.
     """
@@ -264,7 +269,7 @@ class PackedSequence(Struct, frozen=True):
     tokens: int
 
 
-class DataPreview(Tally, frozen=True, kw_only=True):
+class DataPreview(_Tally, frozen=True, kw_only=True):
     held_out: int
     """Documents for evaluation; the counts include them."""
     longest: int
@@ -303,37 +308,32 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         filled = f"{100 * self.packing_efficiency:.1f} % full"
         purpose = "have trained tokens" if self.held_out else "are trained on"
         facts = [
-            ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
-            (
-                "held out",
-                thousands(self.held_out),
-                "documents for evaluation; the others are trained on",
-            ),
+            ("rows", self.rows, f"{thousands(used)} {purpose}"),
+            ("held out", self.held_out, "documents for evaluation; the others are trained on"),
             (
                 "tokens",
-                thousands(self.tokens),
+                self.tokens,
                 f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)",
             ),
             (
                 "lengths",
-                thousands(round(self.mean_length)),
+                round(self.mean_length),
                 f"tokens on average, {thousands(self.longest)} the longest",
             ),
             (
                 "sequences",
-                thousands(self.sequences),
+                self.sequences,
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
-            (
-                "truncated",
-                thousands(self.truncated),
-                "rows longer than a sequence, which lose their end",
-            ),
-            ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
-            ("cut", thousands(self.cut), "rows of plain text that became several documents"),
+            ("truncated", self.truncated, "rows longer than a sequence, which lose their end"),
+            ("dropped", self.dropped, f"rows without a trained token{too_long}"),
+            ("cut", self.cut, "rows of plain text that became several documents"),
         ]
-        absent = {"held out": not self.held_out, "cut": not self.cut}
-        return [fact for fact in facts if not absent.get(fact[0])]
+        return [
+            (name, thousands(count), meaning)
+            for name, count, meaning in facts
+            if count or name not in ("held out", "cut")
+        ]
 
     @property
     def padding(self) -> int:
@@ -381,14 +381,12 @@ def preview_data(
 ) -> Iterator[Progress | DataPreview]:
     """Yield progress, then the preview with ``rows`` sample rows.
 
-    A cancelled preview just ends. Raises the errors of ``call_tool``.
+    A cancelled preview just ends. Raises the errors of ``stream_tool``.
     """
-    for answer in stream_tool(
-        "data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel
-    ):
+    request = {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}
+    for answer in stream_tool("data", request, cancel):
         if answer.get("done"):
-            if "problems" not in answer:  # else the helper's exit raises them
-                yield msgspec.convert(answer, DataPreview)
+            yield msgspec.convert(answer, DataPreview)
         else:
             yield msgspec.convert(answer, Progress)
 
@@ -436,14 +434,14 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
     """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as
     the one before.
     """
-    last: tuple[str, int] | None = None
+    last: object = None
     for event in events:
+        part: object = event
         if isinstance(event, ExportProgress):
             part = event.doing, event.done_bytes * parts // max(1, event.total_bytes)
-            if part == last:
-                continue
-            last = part
-        yield event
+        if part != last:
+            yield event
+        last = part
 
 
 # Presets for any model: a helper process reads the model's shape, and the other settings get
@@ -536,10 +534,12 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
     packs = packing_problem(layer_kinds(answer["model"]["config"])) is None
+    # The smallest number of superchips with 480 GB that can train this many parameters.
+    needed = answer["parameters"] / _PARAMETERS_PER_GPU
     return {
         "name": name,
         "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
-        "gpus": _gpus(answer["parameters"]),
+        "gpus": next((count for count in (1, 2, 4, 8) if needed <= count), 16),
         "model": {
             key: value for key, value in answer["model"].items() if value not in ("", [], {})
         },
@@ -552,13 +552,6 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
         "train": {"epochs": 1},
         "offload": {"mode": "auto"},
     }
-
-
-def _gpus(parameters: int) -> int:
-    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this
-    many parameters.
-    """
-    return next((count for count in (1, 2, 4, 8) if parameters <= count * _PARAMETERS_PER_GPU), 16)
 
 
 def _last_part(model: str) -> str:
@@ -621,7 +614,7 @@ def named_model(
     return replace(wanted, run=str(find_run(text, runs_dir).path.absolute()))
 
 
-class ModelProcess:
+class ModelProcess(ToolProcess):
     """A helper process that has a model, and its base model if that is asked for. Close it in the
     end.
     """
@@ -633,31 +626,23 @@ class ModelProcess:
             load: Which model.
             end: Ends the process from another thread.
         """
-        self._process = ToolProcess("generate", end)
+        super().__init__("generate", end)
         self._asked = 0
-        self._send(load)
+        self.send(load)
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
         """Ask for answers, one of each model at most, and return the number by which events name
         them.
         """
         self._asked += 1
-        self._send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
+        self.send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
         return self._asked
 
     def cancel(self) -> None:
         """End the answers to everything that was asked."""
-        self._send(generation.Cancel(number=self._asked))
+        self.send(generation.Cancel(number=self._asked))
 
     def events(self) -> Iterator[Event]:
-        """Yield what happens, until the process ends. Raises the errors of ``call_tool``."""
-        for answer in self._process.answers():
-            if "problems" not in answer:  # which `answers` raises
-                yield msgspec.convert(answer, type=Event)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
-
-    def _send(self, request: LoadModel | Ask | generation.Cancel) -> None:
-        self._process.send(msgspec.to_builtins(request))
+        """Yield what happens, until the process ends. Raises the errors of ``answers``."""
+        for answer in self.answers():
+            yield msgspec.convert(answer, type=Event)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from so_tui.launch.slurm.script import load_site
 from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor import run as admission
 from so_tui.launch.supervisor.ending import (
+    Outcome,
     left_queue,
     not_started,
     queued_state,
@@ -75,7 +75,7 @@ _ENDED_FROM_OUTSIDE = frozenset(
 _POLL_S = 0.5
 
 
-class Restart(Struct, frozen=True, kw_only=True):
+class _Restart(Struct, frozen=True, kw_only=True):
     """``restart.<N>.json``: what a job does that was started for the N-th time again."""
 
     v: int = 1
@@ -83,16 +83,14 @@ class Restart(Struct, frozen=True, kw_only=True):
     """The attempt that it makes; None if the run does not continue."""
 
 
-def _told_attempt(
-    run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
-) -> int:
+def _told_attempt(run: RunDirectory, submitted: int, count: int) -> int:
     """Return the attempt that the job makes, as the first node says. Called on another one. Raises
     InputError.
     """
-    path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
+    path, deadline = run.restart_path(submitted, count), time.monotonic() + FIRST_SIGN_S
     # Not yet there, or a network file system is away or has half of it.
-    while (told := readable_json(path, Restart, own=True)) is None:
-        if clock() > deadline:
+    while (told := readable_json(path, _Restart, own=True)) is None:
+        if time.monotonic() > deadline:
             raise reject(
                 "first-node-silent",
                 "run",
@@ -156,7 +154,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
             )
         return attempt
     finally:
-        write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))
+        write_run_json(run, run.restart_path(submitted, count), _Restart(attempt=attempt))
 
 
 def _make_attempt(
@@ -238,46 +236,46 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
             else _told_attempt(run, attempt, again)
         )
         submission = read_submission(run, attempt) or submission
+    before, submitted = read_state(run), read_launch(run, attempt)
     if nodes.first:
-        return _supervise_run(run, attempt, submission, machine, nodes)
-    return _supervise_node(run, attempt, machine, nodes)
+        admission.refuse_start(run, attempt, before)
+        remember(submission.cluster, submission.partition, machine)
+    try:
+        launch = _planned_here(submitted, machine, nodes.node)
+        write_launch(run, attempt, launch, nodes.node)
+    except SoTuiError as error:
+        print(error, file=sys.stderr, flush=True)
+        return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
+    if nodes.first:
+        return _supervise_run(run, attempt, submission, launch, before, nodes)
+    become_subreaper()
+    return NodeSupervisor(run, attempt, launch, nodes).watch()
 
 
 def _supervise_run(
     run: RunDirectory,
     attempt: int,
     submission: Submission,
-    machine: Machine,
+    launch: Launch,
+    before: RunState,
     nodes: Nodes,
 ) -> int:
-    """Plan the attempt for the first node, supervise the run, and have it continued. Return the
-    run's exit code.
-    """
-    before = read_state(run)
-    admission.refuse_start(run, attempt, before)
-    remember(submission.cluster, submission.partition, machine)
-    submitted = read_launch(run, attempt)
-    try:
-        launch = _planned_here(submitted, machine)
-        write_launch(run, attempt, launch)
-    except SoTuiError as error:
-        return _refused_here(run, attempt, submitted, error)
+    """Supervise the run from its first node, and have it continued. Return the run's exit code."""
 
     def goes_on(*, requeue: bool) -> bool:
         return (
-            submitted.spec.slurm.continues
-            and _goes_on(run, before, start_over=submitted.start_over, requeue=requeue)
+            launch.spec.slurm.continues
+            and _goes_on(run, before, start_over=launch.start_over, requeue=requeue)
             and load_site(submission.site).requeue is requeue
         )
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
-            keep_network(
-                submission.cluster, submission.partition, machine, rate, len(launch.plan.binding)
-            )
+            ranks = len(launch.plan.binding)
+            keep_network(submission.cluster, submission.partition, launch.machine, rate, ranks)
         if goes_on(requeue=False):
             try:
-                _make_attempt(run, machine)
+                _make_attempt(run, launch.machine)
             except (SoTuiError, OSError) as error:  # the run stays stopped, and can be resumed
                 log_line(f"so-tui: no job continues {run.name}: {error}")
 
@@ -287,7 +285,7 @@ def _supervise_run(
     return code
 
 
-def _planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
+def _planned_here(submitted: Launch, machine: Machine, node: int) -> Launch:
     """Return a submitted launch planned again for this host, a node of the job. Raises InputError
     or Refused, as ``prepare``.
     """
@@ -323,33 +321,22 @@ def _goes_on(run: RunDirectory, before: RunState, *, start_over: bool, requeue: 
     return (warned or lost) and (state.saved_step or 0) > saved_before
 
 
-def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
-    """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did
-    not fail here.
-    """
-    submitted = read_launch(run, attempt)
-    try:
-        launch = _planned_here(submitted, machine, nodes.node)
-    except SoTuiError as error:
-        print(error, file=sys.stderr, flush=True)
-        outcome = not_started(error)
-        write_node_state(
-            run, attempt, nodes.node, NodeState(host=machine.hostname, ended=True, outcome=outcome)
-        )
+def _not_started(
+    run: RunDirectory,
+    attempt: int,
+    submitted: Launch,
+    nodes: Nodes,
+    machine: Machine,
+    outcome: Outcome,
+) -> int:
+    """Record that the attempt cannot run on this node, and return the exit code."""
+    if not nodes.first:
+        state = NodeState(host=machine.hostname, ended=True, outcome=outcome)
+        write_node_state(run, attempt, nodes.node, state)
         return outcome.run_exit_code
-    write_launch(run, attempt, launch, nodes.node)
-    become_subreaper()
-    return NodeSupervisor(run, attempt, launch, nodes).watch()
-
-
-def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoTuiError) -> int:
-    """Record that the attempt cannot run on this node."""
-    print(error, file=sys.stderr, flush=True)
-    outcome = not_started(error)
     with run_lock(run, assume_dead=submitted.assume_dead) as lock:
         if lock is not None:
-            before = read_state(run)
-            first = ending.first_state(run.name, attempt, before, submitted)
+            first = ending.first_state(run.name, attempt, read_state(run), submitted)
             write_state_even_if_full(
                 run, ending.final_state(first, outcome, first.attempt_started or 0.0)
             )

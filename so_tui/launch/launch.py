@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +37,7 @@ from so_tui.spec import (
     Refusal,
     Refused,
     RunSpec,
+    SoTuiError,
     field_index,
     parse_value,
     with_values,
@@ -104,13 +105,6 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
 # What starts supervisors, and what it knows of their jobs.
 
 
-class SupervisorHandle(Protocol):
-    """A supervisor that an executor has started on this machine."""
-
-    def poll(self) -> int | None:
-        """Return its exit code once it has ended; None while it runs."""
-
-
 class JobPhase(StrEnum):
     """Where a job is, as its scheduler knows."""
 
@@ -149,7 +143,7 @@ class Executor:
     """Whether runs start on this machine, so that what can be seen here decides whether they can.
     """
 
-    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle | None:
+    def start(self, run: RunDirectory, attempt: int) -> subprocess.Popen[bytes] | None:
         """Start the supervisor of an attempt so that it outlives this program, its terminal and its
         session.
 
@@ -195,16 +189,21 @@ class Executor:
         """
         return None
 
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
-        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises
-        SoTuiError if it cannot be done.
+    def cancel(self, run: RunDirectory, attempt: int) -> None:
+        """Take an attempt out of a queue, or end its job, if there is one. Raises SoTuiError if it
+        cannot be done.
         """
-        return False
 
 
 def supervisor_log(run: RunDirectory, attempt: int) -> Path:
     """Return the file that receives the output of an attempt's supervisor on this host."""
     return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
+
+
+def another_start(run: RunDirectory) -> SoTuiError:
+    """Return the error of a start that came second."""
+    watch = so_tui_command("watch", run.name)
+    return SoTuiError(f"another start of {run.name} came first: `{watch}` shows it")
 
 
 _FIXED_FOR_A_RUN = (
@@ -217,20 +216,13 @@ _FIXED_FOR_A_RUN = (
 )
 
 
-def prepare(
-    spec: RunSpec,
-    machine: Machine,
-    *,
-    force: bool = False,
-    inherited: Mapping[str, str] | None = None,
-) -> Launch:
-    """Plan a spec on a machine and derive the launch.
+def prepare(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
+    """Plan a spec on a machine and derive the launch, in the environment of this process.
 
     Args:
         spec: What to train. Relative paths are made absolute.
         machine: Where to train it.
         force: Accept a plan that does not fit.
-        inherited: The environment to start from; by default this process's.
 
     Raises:
         InputError: The model is not described well enough to plan.
@@ -238,15 +230,11 @@ def prepare(
     """
     from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
 
-    usable = usable_machine(machine, inherited)
-    return launch_of(
-        make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited
-    )
+    usable = usable_machine(machine)
+    return launch_of(make_plan(with_absolute_paths(spec), usable), usable, force=force)
 
 
-def launch_of(
-    plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None
-) -> Launch:
+def launch_of(plan: Plan, machine: Machine, *, force: bool = False) -> Launch:
     """Derive the launch from a plan that was made for this machine; arguments and errors as for
     ``prepare``.
 
@@ -254,14 +242,13 @@ def launch_of(
     """
     from so_tui.launch.ds_config import ds_config
 
-    inherited = os.environ if inherited is None else inherited
     if not plan.possible or (not plan.fits and not force):
         raise plan_refused(plan)
-    usable = usable_machine(machine, inherited)
+    usable = usable_machine(machine)
     visible = {gpu.index for gpu in usable.gpus}
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
     if hidden:
-        variable = hiding_variable(machine.gpus, inherited) or "The environment"
+        variable = hiding_variable(machine.gpus, os.environ) or "The environment"
         raise refuse(
             "gpu-not-visible",
             f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
@@ -273,7 +260,7 @@ def launch_of(
         machine=usable,
         ds_config=ds_config(plan),
         argv=command.argv(plan),
-        environment=command.variables(plan, usable, inherited),
+        environment=command.variables(plan, usable, os.environ),
         forced=force,
     )
 
@@ -291,9 +278,7 @@ def plan_refused(plan: Plan) -> Refused:
     return Refused(refusals, forceable=plan.possible)
 
 
-def preview(
-    spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None
-) -> tuple[Plan, Launch | None]:
+def preview(spec: RunSpec, machine: Machine) -> tuple[Plan, Launch | None]:
     """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does
     not fit has a forced launch.
 
@@ -303,11 +288,9 @@ def preview(
     """
     from so_tui.plan.planner import make_plan
 
-    usable = usable_machine(machine, inherited)
+    usable = usable_machine(machine)
     plan = make_plan(with_absolute_paths(spec), usable)
-    return plan, launch_of(
-        plan, usable, force=not plan.fits, inherited=inherited
-    ) if plan.possible else None
+    return plan, launch_of(plan, usable, force=not plan.fits) if plan.possible else None
 
 
 def prepare_resume(
@@ -318,7 +301,6 @@ def prepare_resume(
     force: bool = False,
     start_over: bool = False,
     assume_dead: bool = False,
-    inherited: Mapping[str, str] | None = None,
 ) -> Launch:
     """Plan the next attempt of a run that has ended.
 
@@ -332,7 +314,6 @@ def prepare_resume(
             deleted.
         assume_dead: Accept the user's statement that the previous attempt has ended, although its
             host cannot be asked.
-        inherited: The environment to start from; by default this process's.
 
     Raises:
         InputError: The run is live (code ``run-is-live``), has nothing left to train
@@ -374,17 +355,17 @@ def prepare_resume(
             "train",
             f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )
-    launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
+    launch = prepare(spec, machine, force=force or before.forced)
     return replace(launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
 
 
-def usable_machine(machine: Machine, inherited: Mapping[str, str] | None = None) -> Machine:
+def usable_machine(machine: Machine) -> Machine:
     """Return the machine with the GPUs that this program may use: on this host those that its
     environment shows, elsewhere all.
     """
     if machine.hostname != socket.gethostname():
         return machine
-    return visible_machine(machine, os.environ if inherited is None else inherited)
+    return visible_machine(machine, os.environ)
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
@@ -404,30 +385,23 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
             "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a "
             "whole GPU",
         )
-    visible = tuple(visible_gpus(machine.gpus, given))
-    return replace(machine, gpus=visible)
+    return replace(machine, gpus=tuple(visible_gpus(machine.gpus, given)))
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its
     checkpoints.
     """
-    fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
-    if fixed:
-        message, remedy = (
+    if fixed := [
+        Problem(
+            "fixed-for-a-run",
+            key,
+            value,
             "cannot change when a run is resumed",
             "Start a new run with it, or resume without it.",
         )
-        raise InputError(
-            [
-                Problem(
-                    "fixed-for-a-run",
-                    key,
-                    values[key],
-                    message,
-                    remedy,
-                )
-                for key in fixed
-            ]
-        )
+        for key, value in values.items()
+        if key in _FIXED_FOR_A_RUN or key.startswith("model.config")
+    ]:
+        raise InputError(fixed)
     return with_values(spec, values) if values else spec

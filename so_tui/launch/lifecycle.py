@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from so_tui.launch.launch import (
     Executor,
     JobPhase,
     JobStatus,
-    SupervisorHandle,
+    another_start,
     supervisor_log,
     write_launch,
 )
@@ -60,7 +61,7 @@ from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
-from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.trust.text import printable_line
 
 # The state of a run with what its executor knows: why it waits, on which node it starts, and how
 # its job ended.
@@ -114,21 +115,15 @@ def newest_attempt(run: RunDirectory, state: RunState) -> int:
 
 def _queue_text(job: JobStatus) -> str:
     """Return what a job waits for, in words."""
-    number = f"job {printable_line(job.job_id)}"
+    number = f"job {job.job_id}"
     match job.phase:
         case JobPhase.QUEUED:
             reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
-            why = (
-                f" waits for {_WAITS.get(reason, printable_line(reason))}"
-                if reason
-                else " waits in the queue"
-            )
-            start = (
-                f", expected to start {_clock(job.expected_start)}"
-                if job.expected_start is not None
-                else ""
-            )
-            return f"{number}{why}{start}"
+            why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
+            start = ""
+            if job.expected_start is not None:
+                start = f", expected to start {_clock(job.expected_start)}"
+            return f"{number} waits {why}{start}"
         case JobPhase.RUNNING | JobPhase.COMPLETING:
             return f"{number} starts on {printable_line(job.nodes)}"
     return f"{number} was submitted" if job.job_id else "is being submitted"
@@ -422,7 +417,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     if handle is None:
         return
     try:
-        _wait_for_supervisor(run, attempt, handle, supervisor_log(run, attempt))
+        _wait_for_supervisor(run, attempt, handle)
     except (
         KeyboardInterrupt
     ):  # the supervisor may be alive by now and would train a run that the user has cancelled
@@ -430,9 +425,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         raise
 
 
-def _wait_for_supervisor(
-    run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path
-) -> None:
+def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: subprocess.Popen[bytes]) -> None:
     """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or
     takes too long.
     """
@@ -442,20 +435,15 @@ def _wait_for_supervisor(
         if read_state(run).attempt == attempt:
             return
         if code == 0:  # another supervisor holds the run's lock
-            raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
-                "shows it"
+            raise another_start(run)
+        if code is not None or time.monotonic() > deadline:
+            failed = (
+                f"did not take over within {_READY_S:.0f} s"
+                if code is None
+                else f"ended immediately (exit code {code})"
             )
-        if code is not None:
-            raise SoTuiError(
-                f"the supervisor ended immediately (exit code {code}): "
-                f"{last_lines(log) or 'it wrote nothing'}"
-            )
-        if time.monotonic() > deadline:
-            raise SoTuiError(
-                f"the supervisor did not take over within {_READY_S:.0f} s: "
-                f"{last_lines(log) or 'it wrote nothing'}"
-            )
+            said = last_lines(supervisor_log(run, attempt)) or "it wrote nothing"
+            raise SoTuiError(f"the supervisor {failed}: {said}")
         time.sleep(_POLL_S)
 
 

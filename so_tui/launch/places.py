@@ -23,8 +23,9 @@ from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan.rates import measured_network
 from so_tui.runs.samples import NetworkRate
-from so_tui.spec import Problem, Refusal, Refused, RunSpec
+from so_tui.spec import Problem, Refusal, Refused
 from so_tui.spec.check import write_atomic
+from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import private_folder
 from so_tui.trust.text import so_tui_command
@@ -65,7 +66,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
     if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
         return
     if machine.network is None or not machine.network.measured:
-        machine = _with_network_of(before, machine)
+        machine = with_measured_network(cluster, partition, machine)
     content = msgspec.json.encode(_SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError):
@@ -82,10 +83,7 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
     """Return a machine of a partition with the network between its nodes as a job measured it, if
     one has.
     """
-    return _with_network_of(_seen_machine(cluster, partition), machine)
-
-
-def _with_network_of(seen: _SeenMachine | None, machine: Machine) -> Machine:
+    seen = _seen_machine(cluster, partition)
     network = seen.machine.network if seen is not None else None
     return (
         replace(machine, network=network) if network is not None and network.measured else machine
@@ -121,34 +119,22 @@ def _path(cluster: str, partition: str) -> Path:
 _LOG = logging.getLogger(__name__)
 
 
-def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
-    """Return the machine to plan a spec for; see ``machine_of_partition``.
-
-    Args:
-        spec: What is planned.
-        here: This machine, if it has been inspected already.
-
-    Raises:
-        InputError: There is no site profile of the name that the spec gives, or it is wrong.
-    """
-    return machine_of_partition(spec.slurm.partition, here, site=spec.slurm.site)
-
-
-def machine_of_partition(partition: str, here: Machine | None = None, *, site: str = "") -> Machine:
+def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
     """Return the machine of a partition: the one that a job saw there, else the one that the site
     profile describes, else this one.
 
     Args:
-        partition: Its name; empty for this machine.
+        slurm: The partition, empty for this machine, and the site profile, by default that of this
+            cluster.
         here: This machine, if it has been inspected already.
-        site: Name of the site profile; by default that of this cluster.
 
     Raises:
-        InputError: As ``machine_of``.
+        InputError: There is no site profile of this name, or it is wrong.
     """
+    partition = slurm.partition
     if not partition:
         return here or inspect_machine()
-    seen, described, profile = _known(partition, site)
+    seen, described, profile = _known(slurm)
     if seen is not None:
         _LOG.info(
             "partition %s: the machine that a job saw on %s",
@@ -161,6 +147,8 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     if found is None:
         _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
         found = here or inspect_machine()
+    elif seen is None:
+        _LOG.info("partition %s: as the profile of %s says", partition, profile.title)
     if not profile.network_gbit_per_s:
         return found
     return replace(
@@ -171,38 +159,39 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     )
 
 
-def source_of(partition: str, *, site: str = "") -> tuple[float | None, str]:
+def source_of(slurm: SlurmSpec) -> tuple[float | None, str]:
     """Return where the description of a partition's machine comes from: when a job inspected a
     node, in seconds since the epoch, or the title of the site profile; neither where this machine
-    stands for it. Arguments and errors as for ``machine_of_partition``.
+    stands for it. Errors as for ``machine_of``.
     """
-    seen, described, profile = _known(partition, site)
+    seen, described, profile = _known(slurm)
     if seen is not None:
         return seen.seen, ""
     return None, profile.title if described else ""
 
 
-def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
+def left_out_profiles(slurm: SlurmSpec) -> tuple[Problem, ...]:
     """Return what is wrong with site profiles among which that of a partition's cluster was looked
-    for; arguments as for ``source_of``.
+    for.
     """
     from so_tui.launch.slurm.script import wrong_sites
 
-    return wrong_sites() if partition and not site else ()
+    return wrong_sites() if slurm.partition and not slurm.site else ()
 
 
-def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | None, Site]:
+def _known(slurm: SlurmSpec) -> tuple[_SeenMachine | None, Machine | None, Site]:
     """Return the machine that a job saw, the one that the site profile describes, and the profile.
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.
     """
-    from so_tui.launch.slurm.executor import (
-        cluster_here,
-        named_site,  # only where there is a partition: they take time to import
-    )
+    # Only where there is a partition: they take time to import.
+    from so_tui.launch.slurm.client import cluster_here
+    from so_tui.launch.slurm.script import load_site, site_name
 
-    profile = named_site(site)[1]
-    seen, described = _seen_machine(cluster_here(), partition), _described(profile, partition)
+    profile = load_site(site_name(slurm.site))
+    seen = _seen_machine(cluster_here(), slurm.partition)
+    name = profile.partition(slurm.partition).machine or profile.machine
+    described = named_machine(name) if name else None
     if (
         seen is not None
         and described is not None
@@ -213,33 +202,22 @@ def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | No
     return seen, described, profile
 
 
-def _described(profile: Site, partition: str) -> Machine | None:
-    """Return the machine that a site profile describes; None if it does not."""
-    of_partition = profile.partitions.get(partition)
-    name = (of_partition.machine if of_partition else "") or profile.machine
-    if not name:
-        return None
-    _LOG.info("partition %s: %s, as the profile of %s says", partition, name, profile.title)
-    return named_machine(name)
-
-
-def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
+def with_remedy(error: Refused, slurm: SlurmSpec, *, described: bool) -> Refused:
     """Return why a spec was refused, with how to get to know the partition's machine if only this
     one was known.
 
     Args:
         error: Why the plan was refused.
-        spec: What was planned.
+        slurm: Where it was planned for.
         described: The user gave the machine.
     """
-    partition = spec.slurm.partition
-    if not partition or described or any(source_of(partition, site=spec.slurm.site)):
+    partition = slurm.partition
+    if not partition or described or any(source_of(slurm)):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
-    message = (
+    unknown = Refusal(
+        "partition-unknown",
         f"the nodes of partition {partition} are not known yet, so this plan is for the machine "
-        f"you are on. `{measure}` records them in a minute; --machine names or describes them"
+        f"you are on. `{measure}` records them in a minute; --machine names or describes them",
     )
-    return Refused(
-        [*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable
-    )
+    return Refused([*error.refusals, unknown], forceable=error.forceable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import chain, cycle, islice
@@ -35,6 +36,7 @@ from so_tui.runs.records import (
     EndRecord,
     MetricRecord,
     PhaseRecord,
+    RunState,
     Sample,
     StepRecord,
 )
@@ -59,7 +61,7 @@ _MOST_CHARACTERS = 32 << 20
 """In the file; its documents are trained several times if a step needs more."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class _Row(Struct, frozen=True):
     """A row in the Alpaca format."""
 
     instruction: str
@@ -85,7 +87,7 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
     return path
 
 
-def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
+def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[_Row]:
     """Yield enough documents for a step, each of as many tokens as attention's cost of the data
     follows; of a whole sequence if unknown.
     """
@@ -99,13 +101,13 @@ def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
     prompt = round(characters * (1 - min(1.0, workload.trained_share / workload.useful_share)))
     words = _words()
     for _ in range(max(1, min(wanted, _MOST_CHARACTERS // characters))):
-        yield Row(_text(words, prompt) or "Write.", _text(words, characters - prompt))
+        yield _Row(_text(words, prompt) or "Write.", _text(words, characters - prompt))
 
 
 def _words() -> Iterator[str]:
     """Yield the words of the embedded rows, over and over."""
     lines = Path(resolve_source(EMBEDDED_ROWS)).read_bytes().splitlines()
-    rows = [decode_json(line, Row) for line in lines]
+    rows = [decode_json(line, _Row) for line in lines]
     return cycle(
         list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows))
     )
@@ -177,14 +179,36 @@ def probe_spec(
     )
 
 
+class Ran(Struct, frozen=True):
+    """What a run recorded."""
+
+    run: RunDirectory
+    state: RunState
+    records: list[MetricRecord]
+    samples: list[Sample]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [record for record in self.records if isinstance(record, StepRecord)]
+
+    def counted(self, plan: Plan) -> list[StepRecord]:
+        """Return the steps after the warm-up; all if there are no others. Raises SoTuiError if it
+        recorded no step.
+        """
+        steps = self.steps
+        if not steps:
+            raise SoTuiError(f"{self.run.name} recorded no step")
+        return [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
+
+
 def run_to_end(
     launch: Launch,
     runs_dir: Path,
     report: Callable[[MetricRecord], None],
     *,
     limit_s: float = 1800.0,
-) -> RunDirectory:
-    """Start a run and wait for its end.
+) -> Ran:
+    """Start a run, wait for its end, and return what it recorded.
 
     Args:
         launch: From ``prepare``.
@@ -197,72 +221,70 @@ def run_to_end(
         SoTuiError: The run failed, or took too long and was stopped, or killed.
     """
     run = start(launch, runs_dir=runs_dir)
-    reader, begun, poll_s = RunReader(run), time.monotonic(), _POLL_S
+    reader, deadline = RunReader(run), time.monotonic() + limit_s
+    records: list[MetricRecord] = []
+    samples: list[Sample] = []
     try:
         while True:
             update = reader.poll()
+            sampled = list(chain.from_iterable(update.samples.values()))
             for record in update.records:
                 report(record)
-                if isinstance(record, EndRecord):
-                    poll_s = _ENDING_POLL_S
-            if (
-                update.state is not None
-                and update.state.state in FINAL_STATES
-                and not update.records
-            ):
+            records += update.records
+            samples += sampled
+            state = update.state
+            new = update.records or sampled
+            if state is not None and state.state in FINAL_STATES and not new:
                 break
-            if time.monotonic() - begun > limit_s:
+            if time.monotonic() > deadline:
                 stop(run, grace_s=_GRACE_S)
                 raise SoTuiError(
                     f"{run.name} took longer than {limit_s:,.0f} s; "
                     f"`{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
-            time.sleep(poll_s)
+            ending = bool(records) and isinstance(records[-1], EndRecord)
+            time.sleep(_ENDING_POLL_S if ending else _POLL_S)
     except BaseException:  # also an interrupt, whose user does not wait
         request_stop(run, grace_s=_GRACE_S)
         raise
-    state = update.state
     if state.state != "finished":
         raise SoTuiError(
             f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` "
             "shows what its processes wrote"
         )
-    return run
+    return Ran(run, state, records, samples)
 
 
-def measured_of(run: RunDirectory, plan: Plan) -> Measured:
+def measured_of(ran: Ran, plan: Plan) -> Measured:
     """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it
     recorded no step.
     """
-    records, samples = _records_and_samples(run)
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
-    if not counted:
-        raise SoTuiError(f"{run.name} recorded no step")
+    steps, counted = ran.steps, ran.counted(plan)
     used = {rank.gpu for rank in plan.binding}
     device = [
-        gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used
+        gpu.memory_used_bytes or 0
+        for sample in ran.samples
+        for gpu in sample.gpus
+        if gpu.index in used
     ]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
     # The first step's own record does not mark its start: it is written late, after the memory of
     # all processes was measured.
     began = (
         record.time
-        for record in records
+        for record in ran.records
         if isinstance(record, PhaseRecord) and record.phase == "training"
     )
     training = next(began, steps[0].time - steps[0].step_s)
-    before = [sample for sample in samples if sample.time < training]
+    before = (sample.run_memory_peak_bytes or 0 for sample in ran.samples if sample.time < training)
     return Measured(
         figures=Figures(
             **{name: median(getattr(step, name) for step in counted) for name in _TIMES},
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
-            host_load_bytes=max(
-                (sample.run_memory_peak_bytes or 0 for sample in before), default=0
-            ),
+            host_load_bytes=max(before, default=0),
         ),
         workload=_workload_of(counted, plan),
         steps=len(counted),
@@ -289,16 +311,13 @@ def _workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
     flops = flops_of(plan.spec.model)
     attention = (executed - 6.0 * flops.active_parameters * useful) / 3.0
 
-    shortest, longest = 1, plan.spec.data.sequence_length
-    while shortest < longest:
-        middle = (shortest + longest) // 2
-        if flops.attention_forward([middle]) * useful / middle < attention:
-            shortest = middle + 1
-        else:
-            longest = middle
+    def attention_of(length: int) -> float:
+        return flops.attention_forward([length]) * useful / length
+
+    shorter = range(1, plan.spec.data.sequence_length)
     data = seen(plan.spec)
     return Workload(
-        attended_tokens=float(shortest),
+        attended_tokens=1.0 + bisect_left(shorter, attention, key=attention_of),
         trained_share=sum(step.trained_tokens for step in steps) / positions,
         useful_share=useful / positions,
         row_shares=data.workload.row_shares if data else (),
@@ -413,17 +432,3 @@ def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
         if actual:
             error = predicted / actual - 1 if predicted else None
             yield name.replace("_bytes", "_gib"), predicted, actual, error
-
-
-def _records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
-    """Return everything that a run recorded."""
-    reader = RunReader(run)
-    records: list[MetricRecord] = []
-    samples: list[Sample] = []
-    while True:
-        update = reader.poll(limit_s=10.0)
-        found = [sample for new in update.samples.values() for sample in new]
-        if not update.records and not found:
-            return records, samples
-        records += update.records
-        samples += found

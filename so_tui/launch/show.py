@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from so_tui.launch import command
@@ -38,7 +38,7 @@ class ShownBinding(Struct, frozen=True, kw_only=True):
     memory_policy: MemoryPolicy
     deepspeed: DeepSpeedBinding
     """What DeepSpeed's launcher does with our core list, and below without it."""
-    deepspeed_alone: DeepSpeedBinding | None
+    deepspeed_unlisted: DeepSpeedBinding | None = field(name="deepspeed_alone")
 
 
 class ShownLaunch(Struct, frozen=True, kw_only=True):
@@ -106,17 +106,8 @@ def shown_launch(launch: Launch) -> ShownLaunch:
         env=command.shown(launch.environment),
         placeholders=_placeholders(launch),
         ds_config=launch.ds_config,
-        binding=tuple(
-            ShownBinding(
-                rank=rank.rank,
-                gpu=rank.gpu,
-                numa_node=rank.numa_node,
-                cpus=rank.cpus,
-                memory_policy=rank.memory_policy,
-                deepspeed=rank.deepspeed,
-                deepspeed_alone=rank.deepspeed_unlisted,
-            )
-            for rank in launch.plan.binding
+        binding=msgspec.convert(
+            launch.plan.binding, tuple[ShownBinding, ...], from_attributes=True
         ),
         plan=plan_tree(launch.plan),
         batch_script=executor_of(launch.spec).preview(launch),
@@ -125,12 +116,12 @@ def shown_launch(launch: Launch) -> ShownLaunch:
 
 def _placeholders(launch: Launch) -> dict[str, str]:
     texts = (*launch.argv, *(change.value for change in launch.environment))
-    return {placeholder.value: command.MEANINGS[placeholder] for placeholder in command.used(texts)}
+    return {placeholder: command.MEANINGS[placeholder] for placeholder in command.used(texts)}
 
 
 def _binding(ranks: tuple[RankBinding, ...]) -> Table:
-    table = _table("binding")
-    for heading in (
+    table = _table(
+        "binding",
         "rank",
         "GPU",
         "node",
@@ -138,15 +129,16 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
         "memory",
         "DeepSpeed with our core list",
         "DeepSpeed without it",
-    ):
-        table.add_column(heading)
+    )
     for rank in ranks:
+        policy = rank.memory_policy
+        nodes = "" if policy.mode == "default" else f" {','.join(map(str, policy.nodes))}"
         table.add_row(
             str(rank.rank),
             "none" if rank.gpu is None else str(rank.gpu),
             "unknown" if rank.numa_node is None else str(rank.numa_node),
             cpu_ranges(rank.cpus),
-            _policy(rank.memory_policy),
+            policy.mode + nodes,
             deepspeed_text(rank.deepspeed),
             deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
@@ -154,9 +146,7 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
 
 
 def _environment(changes: tuple[Variable, ...]) -> Table:
-    table = _table("environment")
-    for heading in ("variable", "value", "why"):
-        table.add_column(heading, overflow="fold")
+    table = _table("environment", "variable", "value", "why")
     shown = command.shown(changes)
     for change in changes:
         table.add_row(
@@ -170,25 +160,19 @@ def _environment(changes: tuple[Variable, ...]) -> Table:
 
 
 def _overrides(overridden: tuple[Override, ...]) -> Table:
-    table = _table("DeepSpeed settings that the engine overrides")
-    for heading in ("key", "given", "used", "why"):
-        table.add_column(heading, overflow="fold")
+    title = "DeepSpeed settings that the engine overrides"
+    table = _table(title, "key", "given", "used", "why")
     for override in overridden:
         table.add_row(override.key, _json(override.given), _json(override.used), override.reason)
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+def _table(title: str, *headings: str) -> Table:
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    return Table(
+        *columns, box=None, pad_edge=False, title=title, title_justify="left", title_style="bold"
+    )
 
 
 def _json(value: object) -> str:
     return "not set" if value is None else msgspec.json.encode(value).decode()
-
-
-def _policy(policy: MemoryPolicy) -> str:
-    return (
-        policy.mode
-        if policy.mode == "default"
-        else f"{policy.mode} {','.join(map(str, policy.nodes))}"
-    )

@@ -235,7 +235,10 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
         resume(
             run,
             prepare_resume(
-                run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead
+                run,
+                machine_of(read_spec(run).slurm),
+                start_over=start_over,
+                assume_dead=assume_dead,
             ),
         )
     except SoTuiError as error:

@@ -7,11 +7,12 @@ import platform
 import pwd
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from so_tui.machine.types import Machine, Software
@@ -20,6 +21,9 @@ from so_tui.plan.workload import Workload
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import prepare, read_json
+
+if TYPE_CHECKING:
+    from so_tui.machine.doctor import Finding
 
 SCHEMA = 1
 FILE = "report.json"
@@ -38,7 +42,7 @@ class Node(Struct, frozen=True, kw_only=True):
 class ReportedGpu(Struct, frozen=True, kw_only=True):
     index: int
     name: str
-    memory_bytes: int | None
+    memory_total_bytes: int | None = field(name="memory_bytes")
     numa_node: int | None
     c2c: bool | None
 
@@ -193,10 +197,6 @@ class Report(Struct, frozen=True, kw_only=True):
     agreement: tuple[LossAgreement, ...] = ()
     """Of every training part that can be compared with an earlier one."""
 
-    @property
-    def complete(self) -> bool:
-        return all(outcome.state in ("measured", *FAILURES) for outcome in self.outcomes)
-
     def with_outcome(self, outcome: Outcome) -> Report:
         """Return the report with an outcome in place of the one of the same key."""
         outcomes = tuple(outcome if old.key == outcome.key else old for old in self.outcomes)
@@ -242,7 +242,7 @@ def _distance(mine: float | None, theirs: float | None) -> float | None:
     return abs(mine / theirs - 1) if mine is not None and theirs else None
 
 
-def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound:
+def machine_found(machine: Machine, findings: Sequence[Finding]) -> MachineFound:
     """Return the part of a machine that a report has: nothing that names it."""
     allowed = set(machine.allowed_cpus)
     return MachineFound(
@@ -258,18 +258,9 @@ def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound
             )
             for node in machine.cpu_nodes
         ),
-        gpus=tuple(
-            ReportedGpu(
-                index=gpu.index,
-                name=gpu.name,
-                memory_bytes=gpu.memory_total_bytes,
-                numa_node=gpu.numa_node,
-                c2c=gpu.c2c,
-            )
-            for gpu in machine.gpus
-        ),
+        gpus=msgspec.convert(machine.gpus, tuple[ReportedGpu, ...], from_attributes=True),
         software=machine.software,
-        findings=findings,
+        findings=msgspec.convert(findings, tuple[Found, ...], from_attributes=True),
     )
 
 
@@ -342,15 +333,15 @@ def shared(report: Report) -> Report:
     are), or lose everything that may name somebody (reasons of failures, versions).
     """
     names = _names_here() | {report.host}
-    return replace(
-        report, host="", outcomes=tuple(_shared(outcome, names) for outcome in report.outcomes)
+    outcomes = tuple(
+        replace(
+            outcome,
+            reason=_hidden(outcome.reason, names),
+            result=_shared_result(outcome.result, names),
+        )
+        for outcome in report.outcomes
     )
-
-
-def _shared(outcome: Outcome, names: set[str]) -> Outcome:
-    return replace(
-        outcome, reason=_hidden(outcome.reason, names), result=_shared_result(outcome.result, names)
-    )
+    return replace(report, host="", outcomes=outcomes)
 
 
 def _shared_result(result: Result | None, names: set[str]) -> Result | None:
@@ -381,9 +372,7 @@ def _hidden(text: str, names: set[str]) -> str:
     for pattern in (_QUOTED, _UUID, _ADDRESS):
         text = pattern.sub(HIDDEN, text)
     text = _WITH_SLASH.sub(lambda found: found[0] if _UNIT.fullmatch(found[0]) else HIDDEN, text)
-    parts = {
-        part for name in names for part in (name, name.partition(".")[0], name.partition(".")[2])
-    } - _COMMON
+    parts = {part for name in names for part in (name, *name.partition(".")[::2])} - _COMMON
     for name in sorted(parts, key=len, reverse=True):
         text = re.sub(
             rf"(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])\d*(?:\.[\w-]+)*",
@@ -396,8 +385,7 @@ def _hidden(text: str, names: set[str]) -> str:
 
 def _names_here() -> set[str]:
     found = {os.environ.get(name, "") for name in _NAMES} | {platform.node(), Path.home().name}
-    try:
+    with suppress(KeyError):  # a container's users may have no account
         account = pwd.getpwuid(os.getuid())
-    except KeyError:  # a container's users may have no account
-        return found
-    return found | {account.pw_name, account.pw_gecos.partition(",")[0]}
+        found |= {account.pw_name, account.pw_gecos.partition(",")[0]}
+    return found

@@ -11,6 +11,7 @@ from so_tui.plan.rates import Speed, published_speed
 from so_tui.spec.check import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant, thousands
+from so_tui.validation import report as reports
 from so_tui.validation.report import (
     CopiesFound,
     CopyRates,
@@ -48,8 +49,10 @@ _BASELINE = ("gpu", "zerooffload")
 
 
 def write(folder: Path, report: Report) -> Path:
-    """Write ``report.md`` with its figures, and return its path. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the report, and ``report.md`` with its figures, whose path is returned. Raises
+    OSError.
+    """
+    reports.write(folder, report)
     for name, content in _figures(report).items():
         write_atomic(folder / name, content.encode())
     path = folder / "report.md"
@@ -181,31 +184,51 @@ _GIGABYTES = ("GB/s", 1e9)
 
 def _rates(rates: Rates, published: Speed | None) -> Iterator[tuple[str, str, str]]:
     """Yield each rate in words, as measured, and as published."""
-    found: list[tuple[str, float | None, float | None, str, float]] = []
+    for name, measured, assumed, unit, of in _figures_of(rates, published):
+        if measured:
+            planned = significant(assumed / of) if assumed else "—"
+            yield f"{name}, {unit}", significant(measured / of), planned
+
+
+def _figures_of(
+    rates: Rates, published: Speed | None
+) -> Iterator[tuple[str, float | None, float | None, str, float]]:
+    """Yield name, measured and published figure, unit, and how many make one of it."""
     for cores, rate in rates.adam:
         assumed = published.adam_bytes_per_s(cores, 1) if published else None
-        found.append((f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, *_GIGABYTES))
+        yield f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, *_GIGABYTES
     for node, rate in rates.adam_remote:
-        found.append((f"CPU Adam with its states on node {node}", rate, None, *_GIGABYTES))
+        yield f"CPU Adam with its states on node {node}", rate, None, *_GIGABYTES
     for ranks, rate in rates.adam_together:
-        found.append((f"CPU Adam of each of {ranks} ranks together", rate, None, *_GIGABYTES))
+        yield f"CPU Adam of each of {ranks} ranks together", rate, None, *_GIGABYTES
     for node, rate in rates.node_bytes_per_s:
-        assumed = published.node_bytes_per_s if published else None
-        found.append((f"memory of node {node}", rate, assumed, *_GIGABYTES))
+        yield (
+            f"memory of node {node}",
+            rate,
+            getattr(published, "node_bytes_per_s", None),
+            *_GIGABYTES,
+        )
     for field, name, unit, of in _RATES:
-        assumed = getattr(published, field, None)
-        found.append((name, getattr(rates, field), assumed, unit, of))
+        yield name, getattr(rates, field), getattr(published, field, None), unit, of
     for backend, measured_at in rates.attention:
         for at in measured_at:
             assumed_at = published.attention_at(backend, at.document) if published else None
             for way in ("forward", "backward"):
                 name = f"{backend}, {way}, documents of {thousands(at.document)} tokens"
-                assumed = getattr(assumed_at, way, None)
-                found.append((name, getattr(at, way), assumed, "TFLOPS", 1e12))
-    for name, measured, assumed, unit, of in found:
-        if measured:
-            planned = significant(assumed / of) if assumed else "—"
-            yield f"{name}, {unit}", significant(measured / of), planned
+                yield name, getattr(at, way), getattr(assumed_at, way, None), "TFLOPS", 1e12
+
+
+def speed_cells(result: TrainingFound) -> dict[str, str]:
+    """Return the speeds of a part in words, by the headings of their columns."""
+    measured, planned_s = result.measured, result.predicted.step_s
+    return {
+        "GPUs": str(result.ranks),
+        "s/step": significant(measured.step_s),
+        "planned": significant(planned_s) if planned_s else "·",
+        "tokens/s": thousands(round(result.useful_tokens_per_s)),
+        "TFLOPS a GPU": significant(result.model_tflops_per_gpu),
+        "TFLOPS by DeepSpeed's example": significant(result.example_tflops),
+    }
 
 
 def _speeds(report: Report) -> Lines:
@@ -215,28 +238,15 @@ def _speeds(report: Report) -> Lines:
     known = {outcome.key: (outcome.title, result.useful_tokens_per_s) for outcome, result in found}
     bases = [known[key] for key in _BASELINE if key in known]
     yield from ["## Training", "", "![tokens per second](tokens.svg)", ""]
-    headings = (
-        "",
-        "GPUs",
-        "s/step",
-        "tokens/s",
-        "TFLOPS a GPU",
-        "TFLOPS by DeepSpeed's example",
-        *(f"× {title}" for title, _ in bases),
-    )
-    rows = [
-        (
-            outcome.title,
-            str(result.ranks),
-            significant(result.measured.step_s),
-            thousands(round(result.useful_tokens_per_s)),
-            significant(result.model_tflops_per_gpu),
-            significant(result.example_tflops),
-            *(f"{result.useful_tokens_per_s / rate:.2f}" for _, rate in bases),
-        )
-        for outcome, result in found
-    ]
-    yield from _table(headings, rows)
+    rows = []
+    for outcome, result in found:
+        cells = {"": outcome.title} | speed_cells(result)
+        del cells["planned"]  # it has a table of its own
+        multiples = {
+            f"× {title}": f"{result.useful_tokens_per_s / rate:.2f}" for title, rate in bases
+        }
+        rows.append(cells | multiples)
+    yield from _table([*rows[0]], [[*row.values()] for row in rows])
     waited = [
         f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the norm "
         "of all gradients"
@@ -253,13 +263,28 @@ def _agreement(report: Report) -> Lines:
     if not trained(report.outcomes):
         return
     yield from ["## Losses", "", "![losses](losses.svg)", ""]
-    titles = {outcome.key: outcome.title for outcome in report.outcomes}
-    rows = []
-    for one in report.agreement:
-        share = "a loss is not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
-        rows.append((titles[one.key], titles[one.reference], str(len(one.by_step)), share))
+    rows = [
+        (title, reference, steps, differ or "a loss is not finite")
+        for title, reference, steps, differ in agreement_rows(report)
+    ]
     if rows:
         yield from _table(("", "compared with", "steps", "largest difference at a step"), rows)
+
+
+def agreement_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return for each part that can be compared its title, that of the other one, the steps, and
+    the largest difference; empty if a loss is not finite.
+    """
+    titles = {outcome.key: outcome.title for outcome in report.outcomes}
+    return [
+        (
+            titles[one.key],
+            titles[one.reference],
+            str(len(one.by_step)),
+            "" if one.largest is None else f"{100 * one.largest:.3f} %",
+        )
+        for one in report.agreement
+    ]
 
 
 def _plans(report: Report) -> Lines:

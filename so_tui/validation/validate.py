@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import threading
 import time
@@ -14,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,9 +24,9 @@ from msgspec.structs import replace
 
 from so_tui import __version__
 from so_tui.folders import probes_dir
-from so_tui.launch.helper import Cancel, last_answer, stream_tool
-from so_tui.launch.helper_jobs import gpus_taken, measure_rates, request_of
-from so_tui.launch.launch import launch_of, usable_machine, visible_machine
+from so_tui.launch.helper import Cancel, stream_tool
+from so_tui.launch.helper_jobs import measure_alone, measure_rates
+from so_tui.launch.launch import launch_of, usable_machine
 from so_tui.launch.probe import (
     MEASURED_STEPS,
     WARMUP_STEPS,
@@ -46,7 +44,6 @@ from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.plan.planner import make_plan
 from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
-from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
@@ -55,7 +52,6 @@ from so_tui.validation import report, show
 from so_tui.validation.report import (
     CopiesFound,
     CopyRates,
-    Found,
     MachineFound,
     Outcome,
     PhaseSeconds,
@@ -79,7 +75,6 @@ class _CpuAdam:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "compile")
         self._cancel = Cancel()
-        self._compiled: Future[object] | None = None
 
     def __enter__(self) -> _CpuAdam:
         return self
@@ -88,13 +83,10 @@ class _CpuAdam:
         self._cancel()
         self._thread.shutdown()
 
-    def begin(self) -> Future[object]:
-        """Compile from now on, if that has not begun."""
-        if self._compiled is None:
-            self._compiled = self._thread.submit(
-                lambda: list(stream_tool("build_ops", {}, self._cancel))
-            )
-        return self._compiled
+    @cached_property
+    def compiled(self) -> Future[object]:
+        """The compilation, which begins when it is asked for first."""
+        return self._thread.submit(lambda: list(stream_tool("build_ops", {}, self._cancel)))
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run
@@ -104,7 +96,7 @@ class _CpuAdam:
             SoTuiError: It takes longer, or the helper failed.
         """
         try:
-            self.begin().result(limit_s)
+            self.compiled.result(limit_s)
         except FutureTimeout as error:
             raise SoTuiError(
                 f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s"
@@ -135,19 +127,11 @@ started. May raise anything.
 """
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """One part of a report."""
+class _Measurement(NamedTuple):
+    """One part of a report, as it is before it is measured."""
 
-    key: str
-    title: str
-    estimate_s: float
-    """About how long it takes."""
+    pending: Outcome
     measure: Measure
-
-    @property
-    def pending(self) -> Outcome:
-        return Outcome(key=self.key, title=self.title, estimate_s=self.estimate_s)
 
 
 def _run_parts(
@@ -178,26 +162,22 @@ def _run_parts(
         KeyboardInterrupt: The user stopped; what was measured until then is written.
     """
     known = {outcome.key: outcome for outcome in report.outcomes}
-    outcomes = tuple(known.get(each.key, each.pending) for each in measurements)
+    pending = [measurement.pending for measurement in measurements]
+    outcomes = tuple(known.get(each.key, each) for each in pending)
     report = replace(report, outcomes=outcomes)
     write(report)
     deadline, over_s = time.monotonic() + seconds, 0.0
-    whole_s = sum(measurement.estimate_s for measurement in measurements) or 1.0
+    whole_s = sum(each.estimate_s for each in pending) or 1.0
     for measurement, outcome in zip(measurements, outcomes, strict=True):
         if outcome.state != "measured":
             share = over_s / whole_s
-            tell(measurement.title, share)
-            told = partial(_tell_share, tell, share)
-            outcome = _outcome(measurement, _pace(report.outcomes), deadline, told)
-            report = report.with_outcome(outcome)
+            tell(outcome.title, share)
+            pace = _pace(report.outcomes)
+            report = report.with_outcome(_outcome(measurement, pace, deadline, tell, share))
             write(report)
-        over_s += measurement.estimate_s
+        over_s += outcome.estimate_s
     tell("done", 1.0)
     return report
-
-
-def _tell_share(tell: Tell, share: float, text: str) -> None:
-    tell(text, share)
 
 
 def _pace(outcomes: Sequence[Outcome]) -> float:
@@ -213,27 +193,27 @@ def _pace(outcomes: Sequence[Outcome]) -> float:
 
 
 def _outcome(
-    measurement: _Measurement, pace: float, deadline: float, tell: Callable[[str], None]
+    measurement: _Measurement, pace: float, deadline: float, tell: Tell, share: float
 ) -> Outcome:
-    left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
-    pending = measurement.pending
+    pending, begun = measurement.pending, time.monotonic()
+    left_s, expected_s = deadline - begun, pace * pending.estimate_s
     if expected_s > left_s:
         reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
         return replace(pending, state="left-out", reason=reason)
-    begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
+    limit_s = min(3 * pending.estimate_s, left_s) + OVERRUN_S
     try:
-        result = measurement.measure(tell, limit_s)
+        result = measurement.measure(lambda text: tell(text, share), limit_s)
+        found = replace(pending, state="measured", result=result)
     # Whatever stands in the way of one part is in the report, and the others go on.
     except Exception as error:  # noqa: BLE001
-        _LOG.info("%s failed", measurement.key, exc_info=True)
-        seconds, reason = time.monotonic() - begun, f"{type(error).__name__}: {first_line(error)}"
-        return replace(
+        _LOG.info("%s failed", pending.key, exc_info=True)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        found = replace(
             pending,
-            state="timed-out" if seconds >= limit_s else "failed",
+            state="timed-out" if time.monotonic() - begun >= limit_s else "failed",
             reason=str(error) if isinstance(error, SoTuiError) else reason,
-            seconds=seconds,
         )
-    return replace(pending, state="measured", result=result, seconds=time.monotonic() - begun)
+    return replace(found, seconds=time.monotonic() - begun)
 
 
 # Parts of a validation that measure the machine itself: what it has, its rates, and copies between
@@ -246,17 +226,30 @@ _COPY_S = 6.0
 
 def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
-    gpus = usable_machine(machine, os.environ).gpus
-    look, rates = partial(_machine, machine, folder), partial(_rates, machine)
+    gpus = usable_machine(machine).gpus
     parts = [
-        _Measurement("machine", "the machine, and what is wrong with it", 5.0, look),
-        _Measurement("rates", "rates of Adam, products and copies", 60.0 if gpus else 30.0, rates),
+        _part(
+            "machine",
+            "the machine, and what is wrong with it",
+            5.0,
+            partial(_machine, machine, folder),
+        ),
+        _part(
+            "rates",
+            "rates of Adam, products and copies",
+            60.0 if gpus else 30.0,
+            partial(_rates, machine),
+        ),
     ]
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
-        parts.append(_Measurement("copies", title, _COPY_S * pairs, partial(_copies, machine)))
+        parts.append(_part("copies", title, _COPY_S * pairs, partial(_copies, machine)))
     return parts
+
+
+def _part(key: str, title: str, estimate_s: float, measure: Measure) -> _Measurement:
+    return _Measurement(Outcome(key=key, title=title, estimate_s=estimate_s), measure)
 
 
 def _machine(
@@ -276,40 +269,26 @@ def _machine(
         found = answer.result(limit_s)
     except FutureTimeout as error:
         raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
-    return machine_found(machine, tuple(Found(one.code, one.severity, one.title) for one in found))
+    return machine_found(machine, found)
 
 
 def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> RatesFound:
     return RatesFound(rates=measure_rates(machine, tell, timeout_s=limit_s)[0])
 
 
-def _copies(
-    machine: Machine, tell: Callable[[str], None], limit_s: float, **more: Any
-) -> CopiesFound:
-    """Measure copies.
-
-    Args:
-        machine: This machine.
-        tell: Receives what was measured, in words.
-        limit_s: How long it may take.
-        more: Additions to the helper's request.
-
-    Raises:
-        Refused: A run uses a GPU (code ``gpu-in-use``).
-        ToolError: A measurement failed, or took too long.
-    """
-    mine = visible_machine(machine, os.environ)
-    gpus = [{"index": gpu.index, "node": gpu.numa_node} for gpu in mine.gpus]
-    request = {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more
-    with gpus_taken(mine, "validate"):
-        answer = last_answer("copies", request, tell, timeout_s=limit_s)
+def _copies(machine: Machine, tell: Callable[[str], None], limit_s: float) -> CopiesFound:
+    answer = measure_alone("copies", machine, "validate", tell, limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
 
 
 # Where the time of a training part went, from the records and the state of its run. Pure.
 
 
-_STAGES = ("imports", "ranks", "data", "weights", "optimizer")
+_STAGES = {
+    **{name: name for name in ("imports", "ranks", "data", "weights", "optimizer")},
+    "training": "first_step",
+}
+"""What phases and their stages are called here."""
 
 
 def _phase_seconds(
@@ -326,26 +305,17 @@ def _phase_seconds(
         over: When nothing was left of it.
     """
     steps = [record.time for record in records if isinstance(record, StepRecord)] or [ended]
-    begins: dict[str, float] = {}
+    begins = {"preparation": begun, "launcher": started}
     for record in records:
-        if isinstance(record, PhaseRecord):
-            name = record.stage or record.phase
-            if name in (*_STAGES, "training"):
-                begins.setdefault(name, record.time)
-    times = [*begins.values(), steps[0]]
+        if isinstance(record, PhaseRecord) and (name := _STAGES.get(record.stage or record.phase)):
+            begins.setdefault(name, record.time)
+    begins |= {"steps": steps[0], "end": steps[-1], "cleaning": ended}
+    ends = [*begins.values(), over][1:]
     lengths = {
-        name: max(0.0, end - begin)
-        for name, begin, end in zip(begins, times, times[1:], strict=False)
+        f"{name}_s": max(0.0, end - begin)
+        for (name, begin), end in zip(begins.items(), ends, strict=True)
     }
-    return PhaseSeconds(
-        preparation_s=max(0.0, started - begun),
-        launcher_s=max(0.0, min(times) - started),
-        **{f"{name}_s": lengths.get(name, 0.0) for name in _STAGES},
-        first_step_s=lengths.get("training", 0.0),
-        steps_s=steps[-1] - steps[0],
-        end_s=max(0.0, ended - steps[-1]),
-        cleaning_s=max(0.0, over - ended),
-    )
+    return PhaseSeconds(**(dict.fromkeys(PhaseSeconds.__struct_fields__, 0.0) | lengths))
 
 
 # Training parts of a validation: short runs of one shape in different settings, beside what is
@@ -382,7 +352,7 @@ _ZEROOFFLOAD = {
 }
 
 
-class Part(Struct, frozen=True):
+class _Part(Struct, frozen=True):
     """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
 
     key: str
@@ -438,7 +408,7 @@ def _shape_name(spec: RunSpec) -> str:
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
+def _parts_of(machine: Machine, gpus: int) -> Iterator[_Part]:
     """Yield the training parts for a machine, the most telling first.
 
     Args:
@@ -446,42 +416,49 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         gpus: The most GPUs that a run may have.
     """
     if not machine.gpus:
-        yield Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
-        yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
-        yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
+        yield _Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
+        yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
+        yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
         return
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield Part("gpu", "no offload", _ON_GPU)
-    yield Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
-    yield Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
+    yield _Part("gpu", "no offload", _ON_GPU)
+    yield _Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
+    yield _Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
     if len(_usable_nodes(machine)) > 1:
-        title = "our engine, bound to the wrong NUMA node"
-        yield Part("wrong-node", title, _PLAIN, placed="wrong-node")
+        yield _Part(
+            "wrong-node", "our engine, bound to the wrong NUMA node", _PLAIN, placed="wrong-node"
+        )
     # While these run, DeepSpeed's CPU Adam is compiled for the parts after them. Their losses must
     # agree step by step, whatever the number of GPUs: clipped, because the norm is over all of
     # them.
     clipped = {"train.gradient_clipping": "1"}
-    title = "tiny without offload on 1 GPU"
-    yield Part("losses-gpu", title, _ON_GPU | clipped, losses_only=True)
+    yield _Part("losses-gpu", "tiny without offload on 1 GPU", _ON_GPU | clipped, losses_only=True)
     for ranks in (1, *several):
         where = "1 GPU" if ranks == 1 else f"{ranks} GPUs, the same global batch"
         title = f"tiny with our engine on {where}"
-        yield Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
-    title = "DeepSpeed's SuperOffload as published, its default for clipping"
-    yield Part("published", title, published=True)
-    yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
+        yield _Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
+    yield _Part(
+        "published",
+        "DeepSpeed's SuperOffload as published, its default for clipping",
+        published=True,
+    )
+    yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
     for ranks in several:
         where = f"on {ranks} GPUs, the same global batch"
-        yield Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
-        yield Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
-    yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
+        yield _Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
+        yield _Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
+    yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    title = "DeepSpeed's SuperOffload as published, clipping 0"
-    yield Part("published-unclipped", title, explicit, published=True)
+    yield _Part(
+        "published-unclipped",
+        "DeepSpeed's SuperOffload as published, clipping 0",
+        explicit,
+        published=True,
+    )
     # Whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt.
     for ranks in (1, 2) if several else ():
         title = f"tiny with DeepSpeed's SuperOffload on {plural(ranks, 'GPU')}"
-        yield Part(
+        yield _Part(
             f"losses-published-{ranks}",
             title,
             explicit | clipped,
@@ -491,16 +468,17 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         )
     for ranks in several:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
-        yield Part(f"published-{ranks}", title, ranks=ranks, published=True)
+        yield _Part(f"published-{ranks}", title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
-        settings = _PLAIN | {"offload.ratio": ratio}
-        yield Part(f"ours-{ratio}", f"our engine, ratio {ratio}", settings)
+        yield _Part(
+            f"ours-{ratio}", f"our engine, ratio {ratio}", _PLAIN | {"offload.ratio": ratio}
+        )
     for states in ("bf16-moments", "int8-moments"):
         settings = _PLAIN | {"offload.states": states}
-        yield Part(f"ours-{states}", f"our engine, {states}", settings)
+        yield _Part(f"ours-{states}", f"our engine, {states}", settings)
 
 
-def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
+def _spec_of(shape: RunSpec, part: _Part) -> RunSpec:
     """Return the spec of a part: as many sequences a step as the shape has, whatever the number of
     ranks.
     """
@@ -513,13 +491,13 @@ def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
     ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
     spec = with_values(shape, ranks)
     if part.published:
-        spec = as_published(spec)
         # Data and learning rate stay, so that losses can be compared.
-        train = replace(spec.train, learning_rate=shape.train.learning_rate)
-        spec = replace(
-            spec, data=replace(spec.data, sequence_length=shape.data.sequence_length), train=train
-        )
-    return with_values(spec, part.settings) if part.settings else spec
+        kept = {
+            "train.learning_rate": str(shape.train.learning_rate),
+            "data.sequence_length": str(shape.data.sequence_length),
+        }
+        spec = with_values(as_published(spec), kept)
+    return with_values(spec, part.settings)
 
 
 def _placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
@@ -567,18 +545,22 @@ def _usable_nodes(machine: Machine) -> list[NumaNode]:
 
 
 def _training_measurements(
-    machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: _CpuAdam
+    machine: Machine, shape: RunSpec, parts: Sequence[_Part], cpu_adam: _CpuAdam
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
-    usable, found = usable_machine(machine, os.environ), []
-    for part in parts:
-        measure = partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
-        estimate_s = _estimate_s(usable, shape, part)
-        found.append(_Measurement(part.key, part.title, estimate_s, measure))
-    return found
+    usable = usable_machine(machine)
+    return [
+        _part(
+            part.key,
+            part.title,
+            _estimate_s(usable, shape, part),
+            partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam),
+        )
+        for part in parts
+    ]
 
 
-def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
+def _estimate_s(machine: Machine, shape: RunSpec, part: _Part) -> float:
     if not machine.gpus:
         return _CPU_RUN_S
     if part.losses_only:
@@ -594,7 +576,7 @@ def _measure(
     tell: Callable[[str], None],
     limit_s: float,
     *,
-    part: Part,
+    part: _Part,
     shape: RunSpec,
     machine: Machine,
     cpu_adam: _CpuAdam,
@@ -605,44 +587,33 @@ def _measure(
     Plans of the same model use the figures from then on, as those of a probe.
     """
     deadline = time.monotonic() + limit_s
-    usable = usable_machine(machine, os.environ)
+    usable = usable_machine(machine)
     if part.needs_deepspeeds_adam:
         tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
         cpu_adam.wait(limit_s)
     elif part.losses_only:
-        cpu_adam.begin()
+        _ = cpu_adam.compiled
     begun = time.time()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
     spec = probe_spec(_spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = _placed(make_plan(spec, usable), usable, part.placed)
-    records: list[MetricRecord] = []
 
     def report(record: MetricRecord) -> None:
-        records.append(record)
         if isinstance(record, StepRecord):
             tell(f"{part.title}: step {record.step}, {record.step_s:.3f} s, loss {record.loss:.4f}")
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    run = run_to_end(
-        launch_of(plan, usable),
-        probes_dir(),
-        report,
-        limit_s=deadline - time.monotonic(),
-    )
-    measured = measured_of(run, plan)
+    launch = launch_of(plan, usable)
+    ran = run_to_end(launch, probes_dir(), report, limit_s=deadline - time.monotonic())
+    measured, counted = measured_of(ran, plan), ran.counted(plan)
     found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.losses_only):
         calibration.store(machine, probe=found)
-    state = read_state(run)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
-        delete_run(run)
+        delete_run(ran.run)
     over = time.time()
-    phases = _phase_seconds(
-        records, begun, state.attempt_started or begun, state.ended or over, over
-    )
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
+    started, ended = ran.state.attempt_started or begun, ran.state.ended or over
     seconds = sum(step.step_s for step in counted)
 
     def mean_of(name: str) -> float:
@@ -654,7 +625,7 @@ def _measure(
         ranks=plan.gpus,
         placed=part.placed,
         clipping=plan.spec.train.gradient_clipping,
-        steps=len(counted),
+        steps=measured.steps,
         held_back_steps=measured.held_back_steps,
         measured=found.actual,
         predicted=found.predicted,
@@ -662,9 +633,9 @@ def _measure(
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
         model_tflops_per_gpu=mean_of("model_tflops_per_gpu"),
         example_tflops=mean_of("seed_tflops_total"),
-        losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
+        losses=tuple(step.loss if math.isfinite(step.loss) else None for step in ran.steps),
         losses_only=part.losses_only,
-        phases=phases,
+        phases=_phase_seconds(ran.records, begun, started, ended, over),
     )
 
 
@@ -693,18 +664,15 @@ def validate(
         KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call
             continues.
     """
-    usable = usable_machine(machine, os.environ)
+    usable = usable_machine(machine)
     gpus = min(gpus, len(usable.gpus))
     shape = _shape_for(usable)
     begun = _begun(machine, folder, gpus, _shape_name(shape))
 
     def write(found: Report) -> None:
-        report.write(folder, found)
         show.write(folder, found)
         if share:
-            nameless = report.shared(found)
-            report.write(folder / SHARED, nameless)
-            show.write(folder / SHARED, nameless)
+            show.write(folder / SHARED, report.shared(found))
 
     with _CpuAdam() as cpu_adam:
         parts = [
@@ -726,7 +694,7 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
     found = report.read(folder)
     if found is None:
         return new
-    if any(getattr(found, key) != getattr(new, key) for key in ("host", "so_tui", "gpus", "shape")):
+    if replace(found, begun=new.begun, outcomes=(), agreement=()) != new:
         raise reject(
             "another-report",
             "--out",

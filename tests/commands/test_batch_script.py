@@ -15,7 +15,7 @@ import pytest
 from so_tui.cli import main
 from so_tui.commands import run as batch_script
 from so_tui.folders import state_home
-from so_tui.launch.slurm import client
+from tests.support.commands import forget_cluster
 
 REFUSED = (
     "sbatch: error: Batch job submission failed: Invalid account or account/partition combination "
@@ -38,7 +38,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
+    forget_cluster(monkeypatch)
     monkeypatch.delenv("VISUAL", raising=False)
     monkeypatch.setenv("EDITOR", "sed -i '$a # mine'")
     return folder

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.launch.helper import stream_tool
-from so_tui.launch.helper_jobs import request_of
+from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
 from so_tui.plan.measured import Rates, calibration_of, speed_of, store
 from so_tui.plan.rates import AttentionRate
@@ -63,7 +63,7 @@ def test_bandwidth_is_the_best_reached(
 
 @pytest.mark.slow
 def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
-    nodes = request_of(inspect_machine())["nodes"]
+    nodes = _request_of(inspect_machine())["nodes"]
     gpus = [{"index": index, "cpus": [], "rank_cpus": []} for index in range(2)]
     request = {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}
     *_, last = stream_tool("calibrate", request)
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     """One of two ranks is to run on a core that does not exist; the other would wait for it until a
     minute was over.
     """
-    nodes = request_of(inspect_machine())["nodes"]
+    nodes = _request_of(inspect_machine())["nodes"]
     gpus = [
         {"index": 0, "cpus": [], "rank_cpus": []},
         {"index": 1, "cpus": [], "rank_cpus": [99_999]},
@@ -122,15 +122,15 @@ def test_ranks_are_measured_on_their_cores() -> None:
     """
     siblings = tuple((core, core + 8) for core in range(8))
     machine = replace(x86("NVIDIA H200", gpu_count=2, cores=16), smt_siblings=siblings)
-    assert request_of(machine)["nodes"][0]["cpus"] == [
+    assert _request_of(machine)["nodes"][0]["cpus"] == [
         thread for core in siblings for thread in core
     ]
-    assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [
+    assert [set(gpu["rank_cpus"]) for gpu in _request_of(machine)["gpus"]] == [
         {0, 1, 2, 3, 8, 9, 10, 11},
         {4, 5, 6, 7, 12, 13, 14, 15},
     ]
     nowhere = replace(machine, allowed_cpus=())
-    assert [gpu["rank_cpus"] for gpu in request_of(nowhere)["gpus"]] == [[], []]
+    assert [gpu["rank_cpus"] for gpu in _request_of(nowhere)["gpus"]] == [[], []]
 
 
 def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
@@ -170,7 +170,7 @@ def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
 @pytest.mark.slow
 def test_adam_is_measured_with_its_states_on_every_other_node() -> None:
     """A second node is pretended, whose memory is the first one's; a third one has none."""
-    (node, *_) = request_of(inspect_machine())["nodes"]
+    (node, *_) = _request_of(inspect_machine())["nodes"]
     others = [{"id": node["id"], "cpus": node["cpus"]}, {"id": 1000, "cpus": node["cpus"]}]
     *told, last = stream_tool("calibrate", {"nodes": [node, *others], "gpus": [], "scale": 0.01})
     ((memory, rate),) = last["rates"]["adam_remote"]

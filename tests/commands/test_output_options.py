@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
+from so_tui.spec import InputError, Problem
 from tests.support.hostile import IN_A_NAME, unsafe
 from tests.support.machines import machine_json, superchips
 from tests.support.make_run import write_run
@@ -113,11 +114,11 @@ def test_checks_are_said_as_they_begin_beside_what_scripts_read(
     quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
-    gated = {"code": "gated", "field": "model.id", "value": "x", "message": "m", "remedy": "Ask."}
+    gated = Problem("gated", "model.id", "x", "m", "Ask.")
 
     def answer(*_: object, **__: object) -> dict[str, object]:
         said.append(capsys.readouterr())
-        return {"problems": [gated]}
+        raise InputError([gated])
 
     monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
     monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())

@@ -31,7 +31,7 @@ def two_ranks() -> RunSpec:
 @pytest.fixture
 def run(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> RunDirectory:
     """A run with a prepared attempt that nobody has started."""
-    return prepared_run(prepare(two_ranks, machine, force=True, inherited={}), tmp_path / "runs")
+    return prepared_run(prepare(two_ranks, machine, force=True), tmp_path / "runs")
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def test_a_tracker_whose_package_is_missing() -> None:
 
 def test_what_doctor_says_blocks_a_launch() -> None:
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, deepspeed="0.18.0"))
-    launch = prepare(find_preset("tiny").spec, machine, inherited={})
+    launch = prepare(find_preset("tiny").spec, machine)
     with pytest.raises(Refused) as caught:
         preflight(launch)
     assert (set(caught.value.codes), caught.value.forceable) == ({"doctor-blocks"}, True)
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written(folder: str) -> None:
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
     with rejected("not-this-machine"):
         start(
-            prepare(find_preset("tiny").spec, quad_gh200(), force=True, inherited={}),
+            prepare(find_preset("tiny").spec, quad_gh200(), force=True),
             runs_dir=tmp_path / "runs",
         )
     assert not (tmp_path / "runs").exists()
@@ -275,18 +275,6 @@ class TestHelpers:
                 "model.id",
                 "x",
             )
-
-    def test_a_problem_of_an_older_helper_has_no_code(self) -> None:
-        request = {
-            "lines": [
-                (
-                    '{"problems": [{"field": "model.id", "value": "x", "message": "is gated", '
-                    '"remedy": "ask"}]}'
-                )
-            ],
-            "code": 2,
-        }
-        assert refusal(lambda: helper.call_tool("probe", request)).code == "unknown"
 
     def test_failure_says_what_the_helper_said(self) -> None:
         with pytest.raises(helper.ToolError, match=r"exit code 7.*what went wrong"):

@@ -22,7 +22,7 @@ from tests.support.plans import quad_gh200
 from tests.support.supervising import prepared_run, supervise_to_end
 
 QUAD = quad_gh200()
-LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD, inherited={})
+LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD)
 
 
 def codes_on(host: Machine) -> set[str]:

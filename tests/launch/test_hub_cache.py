@@ -117,7 +117,5 @@ def test_run_is_submitted_only_if_offline_nodes_have_everything(
     else:
         with rejected("not-cached", "not-cached"):
             checks_elsewhere(launch, runs_dir=tmp_path)
-    script = batch_script(
-        spec, load_site("ours"), gpus=1, run=tmp_path / "run", attempt=1, python="python"
-    )
+    script = batch_script(plan_of(spec), load_site("ours"), tmp_path / "run", 1)
     assert ("export HF_HUB_OFFLINE=1" in script) == (not internet)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from so_tui.launch.launch import Executor, SupervisorHandle, prepare, prepare_resume, read_launch
+from so_tui.launch.launch import Executor, prepare, prepare_resume, read_launch
 from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
 from so_tui.plan import planner
@@ -30,7 +31,7 @@ class Interrupted(Executor):
     def __init__(self, *, too_late: bool) -> None:
         self._too_late = too_late
 
-    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> Any:
         self._run = run
         return self
 
@@ -53,7 +54,7 @@ class Interrupted(Executor):
 class Recording(Executor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
-    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> Any:
         self.run = run
         self.launch = read_launch(self.run, attempt)
         supervisor = identify(os.getpid(), "supervisor")
@@ -70,7 +71,7 @@ class Recording(Executor):
 class Unreadable(Executor):
     """An executor whose supervisor takes over while the file system answers nobody here."""
 
-    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> Any:
         Recording().start(run, attempt)
         self.written = run.state_path.read_bytes()
         run.state_path.write_bytes(self.written[:10])

@@ -29,6 +29,7 @@ from so_tui.machine.types import Machine, Network
 from so_tui.plan.rates import between_hosts_bytes_per_s
 from so_tui.runs.samples import NetworkRate
 from so_tui.spec import InputError, Refusal, Refused
+from so_tui.spec.run_spec import SlurmSpec
 from tests.support.launching import tiny
 from tests.support.planning import CPU_ONLY, QUAD
 from tests.support.problems import rejected
@@ -40,10 +41,10 @@ from tests.support.problems import rejected
 )
 def test_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int) -> None:
     spec = tiny(slurm__partition=partition, slurm__site=site)
-    found = machine_of(spec, CPU_ONLY)
+    found = machine_of(spec.slurm, CPU_ONLY)
     assert [gpu.name for gpu in found.gpus] == gpus * ["NVIDIA GH200 120GB"]
     error = Refused([Refusal("no-room", "it does not fit")])
-    assert with_remedy(error, spec, described=False).codes == ("no-room",)
+    assert with_remedy(error, spec.slurm, described=False).codes == ("no-room",)
 
 
 @pytest.fixture
@@ -56,14 +57,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
     spec = tiny(slurm__partition="normal", slurm__site="alps")
     remember(cluster, "normal", CPU_ONLY)
-    assert replace(machine_of(spec, QUAD), network=None) == CPU_ONLY
+    assert replace(machine_of(spec.slurm, QUAD), network=None) == CPU_ONLY
 
 
 def test_what_a_machine_is_known_from_is_told_apart(cluster: str) -> None:
-    assert source_of("gg", site="vista") == (None, "")
-    assert source_of("gh", site="vista") == (None, "TACC Vista")
+    assert source_of(SlurmSpec(partition="gg", site="vista")) == (None, "")
+    assert source_of(SlurmSpec(partition="gh", site="vista")) == (None, "TACC Vista")
     remember(cluster, "gh", QUAD)
-    seen, _ = source_of("gh", site="vista")
+    seen, _ = source_of(SlurmSpec(partition="gh", site="vista"))
     assert seen is not None
     assert seen == pytest.approx(time.time(), abs=60)
 
@@ -92,10 +93,10 @@ def part_of(machine: Machine) -> Machine:
 def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
     spec = tiny(slurm__partition="ghx4", slurm__site="deltaai")
     remember(cluster, "ghx4", part_of(QUAD))
-    assert len(machine_of(spec, CPU_ONLY).gpus) == 4  # as the profile says
-    assert source_of("ghx4", site="deltaai")[0] is None
+    assert len(machine_of(spec.slurm, CPU_ONLY).gpus) == 4  # as the profile says
+    assert source_of(SlurmSpec(partition="ghx4", site="deltaai"))[0] is None
     assert (
-        len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1
+        len(machine_of(tiny(slurm__partition="ghx4").slurm, CPU_ONLY).gpus) == 1
     )  # nothing else is known
     remember(cluster, "ghx4", QUAD)
     remember(cluster, "ghx4", part_of(QUAD))
@@ -106,12 +107,12 @@ def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
         NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9),
         local_ranks=1,
     )
-    whole = machine_of(spec, CPU_ONLY)
+    whole = machine_of(spec.slurm, CPU_ONLY)
     assert len(whole.gpus) == 4
     assert whole.network is not None
     assert between_hosts_bytes_per_s(whole.network, 0.25) == pytest.approx(25e9, rel=0.01)
     remember(cluster, "ghx4", replace(QUAD, gpus=QUAD.gpus[:2]))  # a whole node
-    assert len(machine_of(spec, CPU_ONLY).gpus) == 2
+    assert len(machine_of(spec.slurm, CPU_ONLY).gpus) == 2
 
 
 def test_inspect_in_an_allocation_is_kept_for_plans(
@@ -153,31 +154,31 @@ def test_clusters_that_share_a_home_are_kept_apart(
     spec = tiny(slurm__partition="normal")
     remember(cluster, "normal", CPU_ONLY)
     monkeypatch.setattr(client, "cluster_name", lambda: "Our cluster_1")
-    assert machine_of(spec, QUAD) == QUAD
+    assert machine_of(spec.slurm, QUAD) == QUAD
     remember("Our cluster_1", "normal", replace(QUAD, hostname="theirs"))
-    assert machine_of(spec, CPU_ONLY).hostname == "theirs"
+    assert machine_of(spec.slurm, CPU_ONLY).hostname == "theirs"
     monkeypatch.setattr(client, "cluster_name", lambda: cluster)
-    assert machine_of(spec, QUAD) == CPU_ONLY
+    assert machine_of(spec.slurm, QUAD) == CPU_ONLY
 
 
 def test_unknown_partition_is_planned_for_this_machine() -> None:
     spec = tiny(slurm__partition="gg", slurm__site="vista")
-    assert replace(machine_of(spec, CPU_ONLY), network=None) == CPU_ONLY
+    assert replace(machine_of(spec.slurm, CPU_ONLY), network=None) == CPU_ONLY
     error = Refused([Refusal("no-room", "it does not fit")])
-    assert with_remedy(error, spec, described=False).codes == ("no-room", "partition-unknown")
+    assert with_remedy(error, spec.slurm, described=False).codes == ("no-room", "partition-unknown")
 
 
 def test_profile_says_how_fast_until_a_job_has_seen(cluster: str) -> None:
     """The adapters of a login node say nothing of the compute nodes'."""
     spec = tiny(slurm__partition="gg", slurm__site="vista")
     login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
-    published = machine_of(spec, login).network
+    published = machine_of(spec.slurm, login).network
     assert published is not None
     assert published.gbit_per_s == 400
     assert "TACC" in published.source
     seen = replace(QUAD, network=Network(gbit_per_s=200, source="hsn0"))
     remember(cluster, "gg", seen)
-    assert machine_of(spec, login).network == seen.network
+    assert machine_of(spec.slurm, login).network == seen.network
 
 
 def test_measured_network_counts_most(cluster: str) -> None:
@@ -186,7 +187,7 @@ def test_measured_network_counts_most(cluster: str) -> None:
     remember(cluster, "gh", QUAD)
     rate = NetworkRate(nodes=3, bytes_per_s=25e9, measured=1.8e9)
     keep_network(cluster, "gh", QUAD, rate, local_ranks=2)
-    measured = machine_of(spec, CPU_ONLY).network
+    measured = machine_of(spec.slurm, CPU_ONLY).network
     assert measured is not None
     for share, rate_bytes in ((0.5, 25e9), (1.0, 50e9)):  # two of four GPUs, as it was measured
         found = between_hosts_bytes_per_s(measured, share)
@@ -210,7 +211,7 @@ def test_every_profile_names_machines_that_are_known() -> None:
 
 def test_a_profile_that_does_not_exist_is_named() -> None:
     with rejected("unknown-site"):
-        machine_of(tiny(slurm__partition="gh", slurm__site="absent"), QUAD)
+        machine_of(tiny(slurm__partition="gh", slurm__site="absent").slurm, QUAD)
 
 
 def write_profile(name: str, content: str) -> None:
@@ -223,9 +224,9 @@ def test_wrong_profile_stops_no_plan(cluster: str, capsys: pytest.CaptureFixture
     write_profile("a-wrong-one", "no toml")
     write_profile("b-wrong-one", 'title = "x"\nunknown = 1')
     spec = tiny(slurm__partition="normal")
-    assert machine_of(spec, QUAD) == QUAD
+    assert machine_of(spec.slurm, QUAD) == QUAD
     write_profile("ours", f'title = "Ours"\nclusters = ["{cluster}"]\nmachine = "gh200-quad-120"\n')
-    assert source_of("normal") == (None, "Ours")
+    assert source_of(SlurmSpec(partition="normal")) == (None, "Ours")
     assert main(["plan", "tiny", "--partition", "normal"]) == 0
     printed = capsys.readouterr()
     assert "a-wrong-one" in printed.out
@@ -252,8 +253,8 @@ def test_wrong_profile_of_this_cluster_is_named(
     monkeypatch.setattr(client, "cluster_name", lambda: here)
     write_profile(name, content)
     with pytest.raises(InputError) as caught:
-        machine_of(tiny(slurm__partition="normal"), QUAD)
+        machine_of(tiny(slurm__partition="normal").slurm, QUAD)
     assert [(problem.code, problem.value) for problem in caught.value.problems] == [
         ("invalid-site", name)
     ]
-    assert machine_of(tiny(slurm__partition="normal", slurm__site="generic"), QUAD) == QUAD
+    assert machine_of(tiny(slurm__partition="normal", slurm__site="generic").slurm, QUAD) == QUAD

@@ -41,7 +41,7 @@ def option(command: tuple[str, ...], name: str) -> str:
 
 
 def test_two_of_four_superchips_are_bound_to_their_nodes(tiny: RunSpec) -> None:
-    launch = prepare(with_gpus(tiny, 2), quad_gh200(), inherited={})
+    launch = prepare(with_gpus(tiny, 2), quad_gh200())
     assert launch.argv[:3] == (sys.executable, "-m", "deepspeed.launcher.runner")
     assert option(launch.argv, "--include") == "localhost:0,1"
     assert "--bind_cores_to_rank" in launch.argv
@@ -52,15 +52,18 @@ def test_two_of_four_superchips_are_bound_to_their_nodes(tiny: RunSpec) -> None:
 
 
 def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
-    launch = prepare(with_gpus(tiny, (3, 1)), quad_gh200(), inherited={})
+    launch = prepare(with_gpus(tiny, (3, 1)), quad_gh200())
     assert option(launch.argv, "--include") == "localhost:1,3"
     assert option(launch.argv, "--bind_core_list") == "72-143,216-287"
 
 
-def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
+def test_dry_run_json_has_the_shape_of_the_contract(
+    tiny: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What its schema does not say; tests/commands/test_schemas.py holds the rest."""
     spec = msgspec.structs.replace(with_gpus(tiny, 2), nodes=2)
-    launch = prepare(spec, quad_gh200(), inherited={"KMP_AFFINITY": "compact"})
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    launch = prepare(spec, quad_gh200())
     document = json.loads(msgspec.json.encode(shown_launch(launch)))
     assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
     rank = document["binding"][1]
@@ -74,7 +77,7 @@ def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
 
 
 def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
-    launch = prepare(with_gpus(tiny, 2), cpu_machine(), inherited={})
+    launch = prepare(with_gpus(tiny, 2), cpu_machine())
     assert option(launch.argv, "--num_gpus") == "2"
     assert "--include" not in launch.argv
     assert launch.plan.mode != "gpu"
@@ -99,7 +102,7 @@ def test_without_numactl_the_launcher_does_not_bind() -> None:
 
 
 def test_a_hostfile_of_the_site_is_never_read(tiny: RunSpec) -> None:
-    assert option(prepare(tiny, cpu_machine(), inherited={}).argv, "--hostfile") == "/dev/null"
+    assert option(prepare(tiny, cpu_machine()).argv, "--hostfile") == "/dev/null"
 
 
 @pytest.mark.parametrize(
@@ -143,37 +146,38 @@ def test_only_visible_gpus_are_used() -> None:
         visible("MIG-1234")
 
 
-def test_a_plan_for_a_hidden_gpu_is_refused() -> None:
+def test_a_plan_for_a_hidden_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = msgspec.structs.replace(quad_gh200(), hostname=socket.gethostname())
     plan = plan_of(spec_of(), gpus=True)
-    assert (
-        launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "0,1"}).machine.gpus
-        == machine.gpus[:2]
-    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert launch_of(plan, machine).machine.gpus == machine.gpus[:2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with refused("gpu-not-visible", forceable=False):
-        launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "1,2"})
+        launch_of(plan, machine)
 
 
 def test_a_preview_shows_what_cannot_start(tiny: RunSpec) -> None:
-    plan, launch = preview(with_gpus(tiny, 2), quad_gh200(), inherited={})
+    plan, launch = preview(with_gpus(tiny, 2), quad_gh200())
     assert launch is not None
     assert (launch.plan, launch.forced) == (plan, False)
-    _, too_big = preview(with_gpus(find_preset("qwen3-14b").spec, 1), quad_gh200(), inherited={})
+    _, too_big = preview(with_gpus(find_preset("qwen3-14b").spec, 1), quad_gh200())
     assert too_big is not None
     assert too_big.forced, "it starts only if the user insists"
-    impossible, nothing = preview(with_gpus(tiny, 8), quad_gh200(), inherited={})
+    impossible, nothing = preview(with_gpus(tiny, 8), quad_gh200())
     assert (impossible.possible, nothing) == (False, None)
 
 
-def test_a_launch_is_read_back_as_it_was_written(tiny: RunSpec, tmp_path: Path) -> None:
-    inherited = {"KMP_AFFINITY": "compact"}
-    launch = prepare(with_gpus(tiny, 2), quad_gh200(), inherited=inherited, force=True)
+def test_a_launch_is_read_back_as_it_was_written(
+    tiny: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    launch = prepare(with_gpus(tiny, 2), quad_gh200(), force=True)
     launch = msgspec.structs.replace(launch, changes={"gpus": "2"})
     assert read_launch(prepared_run(launch, tmp_path), 1) == launch
 
 
 def test_launch_files_of_the_first_version_are_read(tiny: RunSpec, tmp_path: Path) -> None:
-    launch = prepare(tiny, quad_gh200(), inherited={}, force=True)
+    launch = prepare(tiny, quad_gh200(), force=True)
     run = create_run(launch.spec, tmp_path)
     attempt = new_attempt(run)
     parts = msgspec.to_builtins(launch)

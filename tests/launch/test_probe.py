@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.launch.probe import (
+    Ran,
     _workload_of,
     compared,
     measured_of,
@@ -23,8 +25,8 @@ from so_tui.plan.measured import Figures, Probe, calibration_of, store
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.workload import Workload
-from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
-from so_tui.runs.records import PhaseRecord, Sample
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import MetricRecord, PhaseRecord, RunState, Sample
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86
 from tests.support.plans import cpu_machine
@@ -55,14 +57,20 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
     )
 
 
-def written(folder: Path, *kept: int) -> RunDirectory:
-    """Write six steps, with how many the engine had kept so far."""
-    run = RunDirectory(folder)
-    metrics = MetricsWriter(run, 1)
-    for number, so_far in enumerate(kept or (0,) * 6, 1):
-        metrics.append(step_record(number, **({"kept_steps": so_far} if kept else {})))
-    metrics.close()
-    return run
+def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> Ran:
+    return Ran(
+        RunDirectory(Path("run")), RunState(name="run", state="finished"), [*records], [*samples]
+    )
+
+
+def six_steps(*kept: int) -> Ran:
+    """Return six steps, with how many the engine had kept so far."""
+    return ran(
+        *(
+            step_record(number, kept_steps=so_far)
+            for number, so_far in enumerate(kept or (0,) * 6, 1)
+        )
+    )
 
 
 def test_the_data_is_read_back_from_what_its_steps_did() -> None:
@@ -77,29 +85,27 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
 
 
-def test_the_loads_peak_ends_where_training_begins(tmp_path: Path) -> None:
+def test_the_loads_peak_ends_where_training_begins() -> None:
     """However late the first step is written down: what that step takes is no part of the load."""
-    run, plan = RunDirectory(tmp_path), make_plan(SPEC, h200())
-    metrics, samples = MetricsWriter(run, 1), SampleWriter(run, "host")
-    metrics.append(PhaseRecord(attempt=1, time=1e9, phase="loading"))
-    metrics.append(PhaseRecord(attempt=1, time=1e9 + 10, phase="training"))
-    metrics.append(step_record(1, time=1e9 + 15, step_s=2.0))  # it ended three seconds before
-    metrics.close()
-    for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12)):
-        peak = peak_gb * 10**9
-        samples.append(
-            Sample(
-                attempt=1,
-                time=1e9 + second,
-                interval_s=1.0,
-                nodes=(),
-                gpus=(),
-                run_cpu_s=0.0,
-                run_memory_peak_bytes=peak,
-            )
+    records = (
+        PhaseRecord(attempt=1, time=1e9, phase="loading"),
+        PhaseRecord(attempt=1, time=1e9 + 10, phase="training"),
+        step_record(1, time=1e9 + 15, step_s=2.0),  # it ended three seconds before
+    )
+    samples = [
+        Sample(
+            attempt=1,
+            time=1e9 + second,
+            interval_s=1.0,
+            nodes=(),
+            gpus=(),
+            run_cpu_s=0.0,
+            run_memory_peak_bytes=peak_gb * 10**9,
         )
-    samples.close()
-    assert measured_of(run, plan).figures.host_load_bytes == 7 * 10**9
+        for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12))
+    ]
+    measured = measured_of(ran(*records, samples=samples), make_plan(SPEC, h200()))
+    assert measured.figures.host_load_bytes == 7 * 10**9
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
@@ -203,7 +209,7 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
     ids=["within", "above", "mixed"],
 )
 def test_steps_above_the_limit_have_their_own_prediction(
-    tmp_path: Path, kept: tuple[int, ...], held_back: int
+    kept: tuple[int, ...], held_back: int
 ) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could
     not keep it does not try.
@@ -214,7 +220,7 @@ def test_steps_above_the_limit_have_their_own_prediction(
     machine = h200()
     plan = make_plan(with_values(SPEC, clipped), machine)
     assert plan.host_optional_bytes
-    measured = measured_of(written(tmp_path, *kept), plan)
+    measured = measured_of(six_steps(*kept), plan)
     assert measured.held_back_steps == held_back
     probe = probe_of(measured, plan, machine)
     _, early = predicted_of(plan.spec, machine, probe.workload)
@@ -227,7 +233,7 @@ def test_steps_above_the_limit_have_their_own_prediction(
     assert probe.predicted.host_bytes == early.host_bytes
 
 
-def test_fetching_probe_records_prediction_without(tmp_path: Path) -> None:
+def test_fetching_probe_records_prediction_without() -> None:
     machine = h200()
     changes = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
     changes |= {"data.sequence_length": "1024", "train.micro_batch": "1"}
@@ -235,7 +241,7 @@ def test_fetching_probe_records_prediction_without(tmp_path: Path) -> None:
         make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine)
         for where in ("none", "cpu")
     )
-    run = written(tmp_path)
+    run = six_steps()
     assert probe_of(measured_of(run, plain), plain, machine).computing is None
     probe = probe_of(measured_of(run, fetching), fetching, machine)
     _, expected = predicted_of(plain.spec, machine, probe.workload)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.slurm import client
 from tests.slurm.cluster import NODES, Cluster, missing, running_cluster
+from tests.support.commands import forget_cluster
 from tests.support.waiting import wait_until
 
 QUICKLY = Path(__file__).with_name("quickly.toml")
@@ -35,7 +35,7 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     """
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, _slurm.environ[name])
-    monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
+    forget_cluster(monkeypatch)
     yield _slurm
     left = _slurm.left()
     _slurm.clear()

@@ -16,7 +16,7 @@ from tests.support.launching import records, tiny
 
 def submit(folder: Path, **changes: str) -> RunDirectory:
     spec = tiny(**{"slurm__partition": "main", "slurm__site": "generic", **changes})
-    return start(prepare(spec, machine_of(spec)), runs_dir=folder)
+    return start(prepare(spec, machine_of(spec.slurm)), runs_dir=folder)
 
 
 def wait_for(

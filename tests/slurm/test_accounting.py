@@ -21,6 +21,7 @@ from tests.slurm.accounting import ACCOUNT, missing
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.cluster import missing as missing_slurm
 from tests.slurm.submitting import submit, wait_for
+from tests.support.commands import forget_cluster
 
 pytestmark = pytest.mark.system
 
@@ -34,7 +35,7 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     with folder as path, running_cluster(Path(path), accounted=True) as cluster:
         for name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, cluster.environ[name])
-        monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
+        forget_cluster(monkeypatch)
         yield cluster
 
 

@@ -76,7 +76,8 @@ def test_failed_node_is_reported_and_resumed(cluster: Cluster, tmp_path: Path) -
     cluster.start_node("n2")
     cluster.wait_ready()
     steps = state.saved_step + 2
-    resume(run, prepare_resume(run, machine_of(read_spec(run)), values={"train.steps": str(steps)}))
+    machine = machine_of(read_spec(run).slurm)
+    resume(run, prepare_resume(run, machine, values={"train.steps": str(steps)}))
     again = wait_for(run, lambda state: ended(state) and state.attempt == 2)
     assert (again.state, again.step) == ("finished", steps)
 

@@ -12,6 +12,7 @@ import pytest
 from so_tui.launch.slurm.script import _builtin_sites, batch_script, load_site
 from tests.slurm.cluster import Cluster
 from tests.support.launching import tiny
+from tests.support.plans import plan_of
 
 pytestmark = pytest.mark.system
 
@@ -24,11 +25,8 @@ def test_slurm_accepts_profiles(name: str, nodes: str, cluster: Cluster, tmp_pat
     partition = "strict" if load_site(name).refused_options else "main"
     spec = tiny(slurm__partition=partition, slurm__account="project", nodes=nodes)
     script = tmp_path / "job.sh"
-    script.write_text(
-        batch_script(
-            spec, load_site(name), gpus=1, run=tmp_path, attempt=1, python="/usr/bin/python3"
-        )
-    )
+    plan = plan_of(spec, cpus=((0,),), gpus=True)
+    script.write_text(batch_script(plan, load_site(name), tmp_path, 1))
     # A core for a core: the simulated nodes have two.
     script.write_text(script.read_text().replace("--cpus-per-task=72", "--cpus-per-task=2"))
     tested = subprocess.run(

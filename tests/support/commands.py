@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 
 from so_tui.cli import _call
 from so_tui.commands.parser import build_parser
+from so_tui.launch.slurm import client
 from so_tui.spec import InputError, Refused
 
 
@@ -21,3 +24,11 @@ def refusals_of(*argv: str) -> tuple[str, ...]:
     with pytest.raises(Refused) as caught:
         _call(build_parser().parse_args(argv))
     return caught.value.codes
+
+
+def forget_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Slurm asked again which cluster this is, during a test."""
+    for name in ("cluster_name", "_named_cluster"):
+        asked = getattr(client, name)
+        kept = lru_cache(**asked.cache_parameters())
+        monkeypatch.setattr(client, name, kept(asked.__wrapped__))

@@ -68,7 +68,7 @@ def spec_of(**changes: object) -> RunSpec:
 
 def launch_with(plan: Plan, machine: Machine | None = None, *, forced: bool = False) -> Launch:
     """Return the launch of a plan, by default on the machine of ``cpu_machine``."""
-    return launch_of(plan, machine or cpu_machine(), force=forced, inherited={})
+    return launch_of(plan, machine or cpu_machine(), force=forced)
 
 
 def plan_of(

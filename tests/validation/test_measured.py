@@ -62,7 +62,7 @@ def machine_of(found: MachineFound) -> Machine:
             pci_bus_id=f"0000:{gpu.index:02x}:00.0",
             numa_node=gpu.numa_node,
             cpus=near.get(-1 if gpu.numa_node is None else gpu.numa_node, ()),
-            memory_total_bytes=gpu.memory_bytes,
+            memory_total_bytes=gpu.memory_total_bytes,
             c2c=gpu.c2c,
         )
         for gpu in found.gpus

@@ -13,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.helper import stream_tool
-from so_tui.launch.helper_jobs import request_of
+from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
+from so_tui.machine.doctor import Finding
 from so_tui.plan.measured import Figures
 from so_tui.runs.records import PhaseRecord
 from so_tui.validation import report as reports
@@ -24,7 +25,6 @@ from so_tui.validation.report import (
     HIDDEN,
     CopiesFound,
     CopyRates,
-    Found,
     Outcome,
     TrainingFound,
     _hidden,
@@ -159,7 +159,7 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
     title = f"{host.upper()}: {home}/.cache is full, says {user}@{host}"
-    found = machine_found(inspect_machine(), (Found(code="a", severity="note", title=title),))
+    found = machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
     software = replace(found.software, compiler=f"c++ (built in {home}/gcc) 12")
     reason = f"`so-tui logs {home}/.local/state/x` shows; alps says no"
     failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
@@ -216,7 +216,7 @@ def test_what_names_nobody_is_left() -> None:
 @pytest.mark.slow
 def test_copies_are_measured_between_every_gpu_and_node() -> None:
     """The GPU's part runs the same code on small sizes, on the CPU."""
-    nodes = request_of(inspect_machine())["nodes"][:1]
+    nodes = _request_of(inspect_machine())["nodes"][:1]
     gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
     *told, last = stream_tool(
         "copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}
@@ -269,7 +269,7 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
 
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
     assert [
-        one.key
+        one.pending.key
         for one in machine_parts._machine_measurements(
             replace(inspect_machine(), gpus=()), tmp_path
         )

@@ -17,7 +17,7 @@ from so_tui.spec import SoTuiError
 from so_tui.validation import report as reports
 from so_tui.validation import validate
 from so_tui.validation.report import MachineFound, Report
-from so_tui.validation.validate import _Measurement, _run_parts
+from so_tui.validation.validate import _Measurement, _part, _run_parts
 from tests.support.problems import rejected
 
 FOUND = MachineFound(
@@ -55,7 +55,7 @@ def part(
             raise error
         return FOUND
 
-    return _Measurement(key, f"part {key}", estimate_s, measure)
+    return _part(key, f"part {key}", estimate_s, measure)
 
 
 def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
@@ -75,7 +75,6 @@ def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
     assert written[-1] == ["measured", "left-out", "measured"]
     assert "1,000 s" in found.outcomes[1].reason
     assert reports.read(tmp_path) == found
-    assert not found.complete
     shares = [share for _, share in told]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -100,7 +99,7 @@ def test_the_next_run_measures_what_was_not_measured() -> None:
     parts = [part("a", 1, done), part("b", 1, done), part("c", 99, done), part("d", 1, done)]
     second = run_parts(parts, 200.0, first)
     assert done == ["b", "c", "d"]
-    assert second.complete
+    assert states(second) == ["measured"] * 4
 
 
 def test_a_stopped_run_keeps_what_it_measured(tmp_path: Path) -> None:
@@ -136,10 +135,9 @@ def test_a_part_that_hangs_is_given_up_at_its_limit(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(validate, "OVERRUN_S", 0.1)
     done: list[str] = []
-    found = run_parts([_Measurement("a", "a", 0.05, hang), part("b", 0.1, done)])
+    found = run_parts([_part("a", "a", 0.05, hang), part("b", 0.1, done)])
     assert limits == [pytest.approx(0.25)]
     assert states(found) == ["timed-out", "measured"]
-    assert found.complete
     run_parts([part("c", 30.0, done, limits=limits)])
     assert 30.1 < limits[1] <= 60.1, "no part goes on for long after the time of all parts"
 
@@ -165,5 +163,5 @@ def test_what_fits_is_judged_by_how_long_earlier_parts_took() -> None:
         time.sleep(0.3)
         return FOUND
 
-    late = [_Measurement("slow", "slow", 0.1, slowly), part("d", 59.8, done)]
+    late = [_part("slow", "slow", 0.1, slowly), part("d", 59.8, done)]
     assert states(run_parts(late)) == ["measured", "left-out"]

@@ -14,8 +14,8 @@ from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.validation.validate import (
-    Part,
     _CpuAdam,
+    _Part,
     _parts_of,
     _placed,
     _shape_for,
@@ -32,7 +32,7 @@ GAP_DISTANCES = ((10, 20, 40), (20, 10, 40), (40, 40, 10))
 """Distances from each of these nodes, in the order of the nodes."""
 
 
-def part(key: str, machine: object = QUAD, gpus: int = 4) -> Part:
+def part(key: str, machine: object = QUAD, gpus: int = 4) -> _Part:
     return next(one for one in _parts_of(QUAD, gpus) if one.key == key)
 
 
@@ -57,7 +57,7 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         )
     with _CpuAdam() as cpu_adam:
         assert all(
-            measurement.estimate_s > 60
+            measurement.pending.estimate_s > 60
             for measurement in _training_measurements(QUAD, SHAPE, parts, cpu_adam)
         )
 
@@ -160,4 +160,4 @@ def test_a_rank_can_be_bound_to_the_wrong_node_or_not_at_all(ranks: int) -> None
         assert free.memory_policy.mode == "default"
         assert moved.gpu == free.gpu == right.gpu
     for other in (wrong, unbound):
-        assert "--bind_cores_to_rank" not in launch_of(other, QUAD, inherited={}).argv
+        assert "--bind_cores_to_rank" not in launch_of(other, QUAD).argv

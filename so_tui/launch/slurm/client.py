@@ -11,13 +11,15 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.folders import cache_home
 from so_tui.spec import InputError, RunSpec, SoTuiError
@@ -54,7 +56,6 @@ def _word(text: str) -> str:
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 20.0
-_AGAIN_S = 60.0
 _SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
 """The number of the job, and the cluster if there are several."""
 _PREFIX = re.compile(r"^s[a-z]+: (error|fatal): ")
@@ -73,7 +74,7 @@ class SlurmError(SoTuiError):
     """A command of Slurm is missing, failed, or did not answer in time."""
 
 
-class RefusedError(SlurmError):
+class _RefusedError(SlurmError):
     """Slurm refused what a command asked for.
 
     Attributes:
@@ -133,51 +134,45 @@ def requeue(job_id: str) -> None:
     """End a job, and put it back into the queue. Raises SlurmError."""
     try:
         _call(("scontrol", "requeue", job_id))
-    except RefusedError:
+    except _RefusedError:
         # Slurm itself requeues a job whose node failed, and refuses to do it again.
         if not any(job.id == job_id and job.state == "PENDING" for job in own_jobs()):
             raise
 
 
-class ClusterName:
-    """The name of the cluster that commands of this host speak to. Once known it is not asked for
-    again.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._name = ""
-        self._again_at = clock()
-        self._error = SlurmError("Slurm does not say which cluster this is")
-
-    def get(self) -> str:
-        """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
-        if not self._name and self._clock() >= self._again_at:
-            try:
-                config = _call(("scontrol", "show", "config"))
-                found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
-                self._name = found[1].strip() if found else ""
-            except SlurmError as error:
-                self._error = error
-            self._again_at = self._clock() + _AGAIN_S
-        if not self._name:
-            raise self._error
-        return self._name
-
-
-CLUSTER = ClusterName()
-
-
+@cache
 def cluster_name() -> str:
-    """Return the name of this host's cluster; see ``ClusterName.get``."""
-    return CLUSTER.get()
+    """Return the name of the cluster that commands of this host speak to. Once known it is not
+    asked for again.
 
-
-def _sinfo(layout: str) -> str:
-    """Return what ``sinfo`` prints of the partitions that this user can see, without a header.
-    Raises SlurmError.
+    Raises:
+        SlurmError: Slurm does not say; it is asked at most once a minute.
     """
-    return _call(("sinfo", "--noheader", f"--format={layout}"))
+    answer = _named_cluster(int(time.monotonic() // 60))
+    if isinstance(answer, SlurmError):
+        raise answer
+    return answer
+
+
+def cluster_here() -> str:
+    """Return the name of this host's cluster; empty where there is none, or Slurm does not
+    answer.
+    """
+    try:
+        return cluster_name()
+    except SlurmError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def _named_cluster(_minute: int) -> str | SlurmError:
+    try:
+        config = _call(("scontrol", "show", "config"))
+    except SlurmError as error:
+        return error
+    found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+    name = found[1].strip() if found else ""
+    return name or SlurmError("Slurm does not say which cluster this is")
 
 
 def _parse_queue(printed: str) -> tuple[Job, ...]:
@@ -236,7 +231,7 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
         raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
         lines = [_PREFIX.sub("", line).strip() for line in done.stderr.splitlines() if line.strip()]
-        raise RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
+        raise _RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
     return done.stdout
 
 
@@ -270,7 +265,7 @@ class Partition(Struct, frozen=True, kw_only=True):
 
 def partitions() -> tuple[Partition, ...]:
     """Return the partitions that this user can see, the default one first. Raises SlurmError."""
-    return _parse_partitions(_sinfo(_FORMAT))
+    return _parse_partitions(_call(("sinfo", "--noheader", f"--format={_FORMAT}")))
 
 
 def _parse_partitions(printed: str) -> tuple[Partition, ...]:
@@ -301,18 +296,13 @@ def _parsed(row: list[str]) -> Partition | None:
     )
 
 
-def _together(parts: Iterable[Partition]) -> Partition:
-    first, *others = parts
-    every = (first, *others)
-    return Partition(
-        name=first.name,
-        default=first.default,
-        open=first.open,
-        time_limit=first.time_limit,
-        nodes=sum(part.nodes for part in every),
-        idle=sum(part.idle for part in every),
-        gpus=max(part.gpus for part in every),
-        features=tuple(dict.fromkeys(feature for part in every for feature in part.features)),
+def _together(parts: Sequence[Partition]) -> Partition:
+    return replace(
+        parts[0],
+        nodes=sum(part.nodes for part in parts),
+        idle=sum(part.idle for part in parts),
+        gpus=max(part.gpus for part in parts),
+        features=tuple(dict.fromkeys(chain.from_iterable(part.features for part in parts))),
     )
 
 
@@ -323,7 +313,7 @@ def _together(parts: Iterable[Partition]) -> Partition:
 # the file older than the interval dates it now, and asks; everybody else reads what is there.
 
 
-class Queue(Struct, frozen=True, kw_only=True):
+class _Queue(Struct, frozen=True, kw_only=True):
     """What Slurm said."""
 
     v: int = 1
@@ -334,7 +324,7 @@ class Queue(Struct, frozen=True, kw_only=True):
     """Why Slurm did not answer; the jobs are those of the answer before."""
 
 
-def queue(cluster: str, interval_s: float) -> Queue | None:
+def queue(cluster: str, interval_s: float) -> _Queue | None:
     """Return the newest answer of this cluster, after asking again if it is older than
     ``interval_s``. None if there was none yet.
     """
@@ -342,16 +332,16 @@ def queue(cluster: str, interval_s: float) -> Queue | None:
     if _is_due(path, interval_s):
         before, asked = _found(path), time.time()
         try:
-            answer = Queue(asked=asked, jobs=own_jobs())
+            answer = _Queue(asked=asked, jobs=own_jobs())
         except SlurmError as error:
-            answer = Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
+            answer = _Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
         _answers[path] = answer
         with contextlib.suppress(OSError):
             write_atomic(path, msgspec.json.encode(answer))
     return _found(path)
 
 
-_answers: dict[Path, Queue] = {}
+_answers: dict[Path, _Queue] = {}
 """What this process was answered: where no file can be written, Slurm must not be asked more
 often.
 """
@@ -364,7 +354,7 @@ def _is_due(path: Path, interval_s: float) -> bool:
     try:
         private_folder(path.parent)
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            path.touch(0o600, exist_ok=False)
         except FileExistsError:
             if abs(time.time() - path.stat().st_mtime) < interval_s:  # the clock may be behind
                 return False
@@ -375,9 +365,9 @@ def _is_due(path: Path, interval_s: float) -> bool:
     return True
 
 
-def _found(path: Path) -> Queue | None:
+def _found(path: Path) -> _Queue | None:
     """Return the newest answer that this process or another one got."""
-    read = readable_json(path, Queue, own=True)
+    read = readable_json(path, _Queue, own=True)
     answers = [answer for answer in (_answers.get(path), read) if answer is not None]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
 
@@ -401,14 +391,6 @@ def _path(cluster: str) -> Path:
 # above the partition's.
 
 
-class _Refusal(NamedTuple):
-    words: str
-    """A part of what Slurm says, in lower case."""
-    code: str
-    field: str
-    remedy: str
-
-
 _FAILED = "Batch job submission failed: "
 _SLURMS = (
     _FAILED,
@@ -420,69 +402,72 @@ _SLURMS = (
 """How lines of sbatch itself begin."""
 _ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours."
 _REFUSALS = (
-    _Refusal(
+    (
         "invalid account or account/partition combination",
         "slurm-account",
         "slurm.account",
         _ACCOUNTS,
     ),
-    _Refusal("invalid partition", "slurm-partition", "slurm.partition", ""),
-    _Refusal(
+    ("invalid partition", "slurm-partition", "slurm.partition", ""),
+    (
         "required partition not available",
         "slurm-partition",
         "slurm.partition",
         "It is closed now; try again later.",
     ),
-    _Refusal(
+    (
         "group not permitted to use this partition",
         "slurm-not-permitted",
         "slurm.partition",
         "Choose another, or ask your site.",
     ),
-    _Refusal("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
-    _Refusal(
+    ("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
+    (
         "invalid feature",
         "slurm-constraint",
         "slurm.constraint",
         "`sinfo --format='%P %f'` lists the features of nodes.",
     ),
-    _Refusal(
+    (
         "time limit is invalid",
         "slurm-time-limit",
         "slurm.time_limit",
         "`sinfo --format='%P %l'` lists the limits of partitions.",
     ),
-    _Refusal(
+    (
         "violates accounting/qos policy",
         "slurm-limit",
         "slurm.qos",
         "Ask for fewer nodes or less time, or name another account or qos.",
     ),
-    _Refusal(
+    (
         "requested node configuration is not available",
         "slurm-nodes",
         "gpus",
         "`sinfo --format='%P %c %m %G'` lists what nodes have.",
     ),
-    _Refusal(
+    (
         "invalid generic resource",
         "slurm-nodes",
         "gpus",
         "`sinfo --format='%P %G'` lists the GPUs of nodes.",
     ),
-    _Refusal(
+    (
         "more processors requested than permitted",
         "slurm-nodes",
         "nodes",
         "`sinfo --format='%P %D %c'` lists how many there are.",
     ),
-    _Refusal(
+    (
         "node count specification invalid",
         "slurm-nodes",
         "nodes",
         "`sinfo --format='%P %D %s'` lists how many a job may have.",
     ),
 )
+"""A part of what Slurm says, in lower case, its code, the key that it is about, and the remedy; if
+that is empty, the partitions are listed.
+"""
 
 
 def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
@@ -491,18 +476,22 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
     It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in
     words of its own.
     """
-    if not isinstance(error, RefusedError) or not all(
+    if not isinstance(error, _RefusedError) or not all(
         line.startswith(_SLURMS) for line in error.lines
     ):
         return error
     said = error.lines[-1].removeprefix(_FAILED)
-    found = next((refusal for refusal in _REFUSALS if refusal.words in said.lower()), None)
-    if found is None:
-        return error
-    remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
-    section, _, key = found.field.rpartition(".")
-    value = str(getattr(spec.slurm if section else spec, key))
-    return reject(found.code, found.field, value, f"Slurm says: {brief_message(said)}", remedy)
+    for words, code, field, remedy in _REFUSALS:
+        if words in said.lower():
+            section, _, key = field.rpartition(".")
+            return reject(
+                code,
+                field,
+                str(getattr(spec.slurm if section else spec, key)),
+                f"Slurm says: {brief_message(said)}",
+                remedy or _partitions_remedy(spec.slurm.partition),
+            )
+    return error
 
 
 def _partitions_remedy(given: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -17,29 +18,24 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from so_tui.launch.launch import Executor, JobPhase, JobStatus, read_launch
+from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
     OUTPUT,
-    Site,
     batch_script,
-    foreign_interpreter,
-    interpreter_architecture,
-    interpreter_of,
     load_site,
-    recognised_site,
-    warning_lead_s,
+    site_name,
 )
 from so_tui.launch.supervisor.ending import queued_state
-from so_tui.plan.plan import Launch, Plan
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import last_lines
-from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_state, write_state
-from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
+from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import read_bounded
@@ -48,7 +44,8 @@ from so_tui.trust.text import so_tui_command
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
 # may have none of the packages.
 #
-# Problem codes: not-cached: Nodes without internet would have to download it.
+# Problem codes: not-cached: Nodes without internet would have to download it. foreign-interpreter:
+# The interpreter of jobs is built for another architecture than the nodes have.
 
 
 _INDEX = "model.safetensors.index.json"
@@ -91,15 +88,10 @@ class _HubCache:
 
     def has_data(self, name: str) -> bool:
         """Return whether anything of a data set was downloaded or prepared."""
-        prepared, downloaded = (
-            self.datasets / name.replace("/", "___"),
-            self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots",
-        )
-        return (
-            prepared.is_dir()
-            or prepared.with_name(prepared.name.lower()).is_dir()
-            or downloaded.is_dir()
-        )
+        prepared = self.datasets / name.replace("/", "___")
+        downloaded = self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
+        folders = (prepared, prepared.with_name(prepared.name.lower()), downloaded)
+        return any(folder.is_dir() for folder in folders)
 
 
 def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
@@ -123,15 +115,16 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
 
 def _absent(cache: _HubCache, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
     """Yield field and name of what is on the hub and not in the cache, and what is missing."""
-    model, tokenizer = spec.model, spec.model.tokenizer or spec.model.id
-    wanted = []
-    if model.weights == "pretrained" and _on_hub(model.id):
-        wanted.append(("model.id", model.id))
-    if _on_hub(tokenizer) and (model.tokenizer or model.weights != "pretrained"):
-        wanted.append(("model.tokenizer" if model.tokenizer else "model.id", tokenizer))
-    for field, name in wanted:
-        if (missing := _missing_of_model(cache, spec, field, name)) is not None:
-            yield field, name, f"{missing} is not in {cache.hub}"
+    model = spec.model
+    pretrained = model.weights == "pretrained"
+    for field, name, weights, tokenizer in (
+        ("model.id", model.id, pretrained, not model.tokenizer),
+        ("model.tokenizer", model.tokenizer, False, bool(model.tokenizer)),
+    ):
+        if (weights or tokenizer) and _on_hub(name):
+            missing = _missing(cache, model, name, weights=weights, tokenizer=tokenizer)
+            if missing is not None:
+                yield field, name, f"{missing} is not in {cache.hub}"
     sources = [("data.source", part.source) for part in spec.data.sources]
     for field, name in (*sources, ("data.evaluation", spec.data.evaluation)):
         if name and _on_hub(name) and not cache.has_data(name):
@@ -146,43 +139,28 @@ def _on_hub(text: str) -> bool:
     )
 
 
-def _missing_of_model(cache: _HubCache, spec: RunSpec, field: str, name: str) -> str | None:
-    """Return which file of a model or tokenizer is missing; None if none is."""
-    folder = cache.snapshot(name, spec.model.revision if name == spec.model.id else "main")
+def _missing(
+    cache: _HubCache, model: ModelSpec, name: str, *, weights: bool, tokenizer: bool
+) -> str | None:
+    """Return which file of a model is missing of those that are wanted; None if none is."""
+    own = name == model.id
+    folder = cache.snapshot(name, model.revision if own else "main")
     if folder is None:
-        return f"revision {spec.model.revision}" if name == spec.model.id else "it"
-    if not any((folder / file).exists() for file in _TOKENIZERS) and (
-        field == "model.tokenizer" or not spec.model.tokenizer
-    ):
+        return f"revision {model.revision}" if own else "it"
+    if tokenizer and not any((folder / file).exists() for file in _TOKENIZERS):
         return "its tokenizer"
-    if field == "model.tokenizer" or spec.model.weights != "pretrained":
+    if not weights:
         return None
-    return next((file for file in _weights(folder) if not (folder / file).exists()), None)
-
-
-def _weights(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files that hold a model's weights."""
     index = readable_json(folder / _INDEX, _Index)
     shards = sorted(set(index.weight_map.values())) if index else ["model.safetensors"]
-    return ("config.json", *shards)
+    files = ("config.json", *shards)
+    return next((file for file in files if not (folder / file).exists()), None)
 
 
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it
 or never had it. Clocks differ.
 """
-_RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
-_QUEUED = frozenset(
-    [
-        "PENDING",
-        "CONFIGURING",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "SPECIAL_EXIT",
-        "RESV_DEL_HOLD",
-    ]
-)
 _ENDS: dict[str, OutcomeCode | None] = {
     "COMPLETED": None,
     "TIMEOUT": OutcomeCode.OUT_OF_TIME,
@@ -195,7 +173,21 @@ _ENDS: dict[str, OutcomeCode | None] = {
     "FAILED": OutcomeCode.JOB_FAILED,
 }
 _PHASES = {
-    **dict.fromkeys(_RUNNING, JobPhase.RUNNING),
+    **dict.fromkeys(
+        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), JobPhase.RUNNING
+    ),
+    **dict.fromkeys(
+        (
+            "PENDING",
+            "CONFIGURING",
+            "REQUEUED",
+            "REQUEUE_HOLD",
+            "REQUEUE_FED",
+            "SPECIAL_EXIT",
+            "RESV_DEL_HOLD",
+        ),
+        JobPhase.QUEUED,
+    ),
     "COMPLETING": JobPhase.COMPLETING,
     **dict.fromkeys(_ENDS, JobPhase.ENDED),
 }
@@ -244,9 +236,10 @@ class SlurmExecutor(Executor):
         """
         launch = read_launch(run, attempt)
         plan = launch.plan
-        name, site = named_site(plan.spec.slurm.site)
+        name = site_name(plan.spec.slurm.site)
+        site = load_site(name)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
-        script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
+        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
             cluster=cluster,
             partition=plan.spec.slurm.partition,
@@ -255,35 +248,57 @@ class SlurmExecutor(Executor):
             submitted=time.time(),
             works_in=self._works_in,
         )
-        before, queued = _enter_queue(
-            run, attempt, script, submission, assume_dead=launch.assume_dead
-        )
+        with run_lock(run, assume_dead=launch.assume_dead) as lock:
+            before = read_state(run)
+            if lock is None or before.state == "queued":
+                raise another_start(run)
+            write_run_file(run, run.job_script_path(attempt), script.encode())
+            _write_submission(run, attempt, submission)
+            queued = queued_state(before)
+            write_state(run, queued)
         try:
-            job_id = self._job_id or _submitted(run, attempt, plan.spec)
-        except BaseException:
+            job_id = self._job_id or client.submit(
+                str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
+            )
+        except BaseException as error:
             if (
                 read_state(run) == queued
             ):  # sbatch may have failed to say that it succeeded, and the job may have started
                 write_state(run, before)
+            if isinstance(error, SlurmError):
+                raise explained(error, plan.spec) from error
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
             _write_submission(run, attempt, replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
-        nodes have no internet.
+        """Return that the nodes cannot execute the interpreter, if the architectures of both are
+        known, and what is not in the cache, if nodes have no internet.
         """
-        spec, site = launch.spec, named_site(launch.spec.slurm.site)[1]
-        absent = (
-            ()
-            if site.internet
-            else _not_cached(spec, {**os.environ, **site.environment}, site.title)
-        )
-        return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
+        spec, nodes = launch.spec, launch.machine
+        site = load_site(site_name(spec.slurm.site))
+        here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
+        problems = []
+        if site.architecture and not here and site.architecture != nodes.architecture:
+            problems.append(
+                Problem(
+                    "foreign-interpreter",
+                    "slurm.site",
+                    site.interpreter,
+                    f"is built for {site.architecture}, and the nodes of partition "
+                    f"{spec.slurm.partition} are {nodes.architecture}",
+                    "Install so-tui with its training packages for them, and name that interpreter "
+                    "in the site profile (python = ...).",
+                )
+            )
+        if not site.internet:
+            problems += _not_cached(spec, {**os.environ, **site.environment}, site.title)
+        return tuple(problems)
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        return _script(launch.plan, named_site(launch.spec.slurm.site)[1], Path("RUN"), 1, None)
+        site = load_site(site_name(launch.spec.slurm.site))
+        return batch_script(launch.plan, site, Path("RUN"), 1)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
@@ -293,7 +308,7 @@ class SlurmExecutor(Executor):
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        here = submission.cluster == cluster_here()
+        here = submission.cluster == client.cluster_here()
         answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
             return unknown
@@ -316,55 +331,32 @@ class SlurmExecutor(Executor):
             return _status(job)
         return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+    def cancel(self, run: RunDirectory, attempt: int) -> None:
         """Cancel the attempt's job; see ``Executor.cancel``."""
         submission = read_submission(run, attempt)
         if submission is None:
-            return False
+            return
         if submission.cluster != client.cluster_name():
             raise SlurmError(
                 f"its job is on the cluster {submission.cluster}. Cancel it from a login node of "
                 "that cluster"
             )
-        job = _job_of(run, attempt, submission, client.own_jobs())
-        if job is None:
-            return False
-        client.cancel(job.id)
-        return True
+        if job := _job_of(run, attempt, submission, client.own_jobs()):
+            client.cancel(job.id)
 
 
 def _status(job: Job) -> JobStatus:
-    if job.state in _QUEUED:
-        return JobStatus(
-            job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
-        )
     return JobStatus(
         job_id=job.id,
         phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
+        waits_for=job.reason,
+        expected_start=job.start,
         nodes=job.nodes,
         end=_ENDS.get(job.state),
         output=last_lines(Path(job.folder) / OUTPUT.replace("%j", job.id))
         if job.state == "FAILED"
         else "",
     )
-
-
-def named_site(given: str) -> tuple[str, Site]:
-    """Return the profile of this name, or if it is empty that of this cluster, with its name.
-    Raises InputError.
-    """
-    name = given or recognised_site(cluster_here())
-    return name, load_site(name)
-
-
-def cluster_here() -> str:
-    """Return the name of this host's cluster; empty where there is none, or Slurm does not
-    answer.
-    """
-    try:
-        return client.cluster_name()
-    except SlurmError:
-        return ""
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
@@ -380,40 +372,6 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_json(run, run.submission_path(attempt), submission)
-
-
-def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:
-    """Submit an attempt's script and return the job's id. Raises InputError with the codes of
-    ``refusals``, or SlurmError.
-    """
-    try:
-        return client.submit(
-            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
-        )
-    except SlurmError as error:
-        raise explained(error, spec) from error
-
-
-def _enter_queue(
-    run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool
-) -> tuple[RunState, RunState]:
-    """Write what the job needs and that the run is queued, and return the states before and after.
-
-    Raises:
-        SoTuiError: Another start of the run came first.
-    """
-    with run_lock(run, assume_dead=assume_dead) as lock:
-        before = read_state(run)
-        if lock is None or before.state == "queued":
-            raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
-                "shows it"
-            )
-        write_run_file(run, run.job_script_path(attempt), script.encode())
-        _write_submission(run, attempt, submission)
-        queued = queued_state(before)
-        write_state(run, queued)
-    return before, queued
 
 
 def _job_of(
@@ -432,23 +390,6 @@ def _job_of(
             if job.id == (submission.job_id or job.id) and folder.samefile(job.folder):
                 return job
     return None
-
-
-def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
-    gpus = sum(rank.gpu is not None for rank in plan.binding)
-    checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
-    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
-    python, architecture = interpreter_of(site), interpreter_architecture(site)
-    return batch_script(
-        plan.spec,
-        site,
-        gpus=gpus,
-        run=run,
-        attempt=attempt,
-        python=python,
-        architecture=architecture,
-        warning_s=warning_s,
-    )
 
 
 def _checkpoint_s(run: RunDirectory) -> float | None:

@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,9 +33,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from so_tui.folders import state_home, user_folder
+from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
-from so_tui.machine.types import Machine
+from so_tui.plan.plan import Plan
 from so_tui.plan.reasons import DISK_BYTES_PER_S
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
@@ -63,13 +63,17 @@ def edited(text: str) -> str:
     with tempfile.TemporaryDirectory(prefix="so-tui-") as folder:
         path = Path(folder) / "job.sh"
         path.write_text(text, encoding="utf-8")
+        # Ctrl-C is for the editor alone, which is in the same process group. A handler, unlike
+        # SIG_IGN, is not inherited by it.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
-            with _interrupts_left_to_the_editor():
-                code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+            code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
             raise SoTuiError(
                 f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
             ) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
         try:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
@@ -113,18 +117,6 @@ def kept(script: str, name: str, before: Draft | None = None) -> Draft:
     )
     write_atomic(path, script.encode())
     return Draft(script, path)
-
-
-@contextlib.contextmanager
-def _interrupts_left_to_the_editor() -> Iterator[None]:
-    """Let Ctrl-C reach the editor alone, which is in the same process group. A handler, unlike
-    SIG_IGN, is not inherited by it.
-    """
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # Site profiles: what a computing centre expects of a job, as TOML.
@@ -220,6 +212,28 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
     partitions: dict[str, PartitionProfile] = {}
 
+    def partition(self, name: str) -> PartitionProfile:
+        """Return what is said of a partition."""
+        return self.partitions.get(name, PartitionProfile())
+
+    @property
+    def interpreter(self) -> str:
+        """The interpreter that jobs use: the profile's, else this one."""
+        return self.python or sys.executable
+
+    @property
+    def architecture(self) -> str:
+        """What the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown,
+        such as in a container.
+        """
+        return "" if self.step_options else architecture_of(self.interpreter)
+
+
+class _Named(Struct):
+    """A profile of which only the names of its clusters are known to be right."""
+
+    clusters: tuple[str, ...] = ()
+
 
 def _builtin_sites() -> Path:
     """Return the folder of the built-in profiles."""
@@ -280,13 +294,13 @@ def wrong_sites() -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def recognised_site(cluster: str) -> str:
-    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile
-    concerns only the cluster that it names.
+def site_name(given: str) -> str:
+    """Return the name of a profile: the given one, or if it is empty the one that names this
+    cluster, else ``generic``. A wrong profile concerns only the cluster that it names.
     """
-    return next(
-        (name for name in _site_names() if cluster and cluster in _clusters_of(name)), GENERIC
-    )
+    cluster = "" if given else cluster_here()
+    named = (name for name in _site_names() if cluster and cluster in _clusters_of(name))
+    return given or next(named, GENERIC)
 
 
 def _clusters_of(name: str) -> tuple[str, ...]:
@@ -300,65 +314,18 @@ def _clusters_of(name: str) -> tuple[str, ...]:
     except InputError as error:
         _LOG.info("site profile %s cannot be used: %s", name, error)
     builtin = _builtin_sites() / f"{name}.toml"
-    replaced = (
-        msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters
-        if builtin.is_file()
-        else ()
-    )
-    try:
-        given = decode_toml(read_own(_user_sites() / f"{name}.toml")).get("clusters")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
-        return replaced
-    return (
-        (*replaced, *(text for text in given if isinstance(text, str)))
-        if isinstance(given, list)
-        else replaced
-    )
+    content = [builtin.read_bytes()] if builtin.is_file() else []
+    with contextlib.suppress(OSError):
+        content.append(read_own(_user_sites() / f"{name}.toml"))
+    named: list[str] = []
+    for text in content:
+        with contextlib.suppress(UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
+            named += msgspec.convert(decode_toml(text), _Named).clusters
+    return tuple(named)
 
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:
     return reject("invalid-site", "slurm.site", path.stem, message, remedy, file=str(path))
-
-
-# The interpreter of a site's jobs, beside the nodes that they get.
-#
-# Problem codes: foreign-interpreter: It is built for another architecture than the nodes have.
-
-
-def interpreter_of(site: Site) -> str:
-    """Return the interpreter that jobs use: the profile's, else this one."""
-    return site.python or sys.executable
-
-
-def interpreter_architecture(site: Site) -> str:
-    """Return what the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown,
-    such as in a container.
-    """
-    return "" if site.step_options else architecture_of(interpreter_of(site))
-
-
-def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[Problem]:
-    """Yield that the nodes of a partition cannot execute the interpreter, if the architectures of
-    both are known.
-    """
-    here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
-    architecture = interpreter_architecture(site)
-    if architecture and not here and architecture != nodes.architecture:
-        message = (
-            f"is built for {architecture}, and the nodes of partition {partition} are "
-            f"{nodes.architecture}"
-        )
-        remedy = (
-            "Install so-tui with its training packages for them, and name that interpreter in the "
-            "site profile (python = ...)."
-        )
-        yield Problem(
-            "foreign-interpreter",
-            "slurm.site",
-            interpreter_of(site),
-            message,
-            remedy,
-        )
 
 
 OUTPUT = "slurm.%j.log"
@@ -411,59 +378,42 @@ _REMEDY = (
 )
 
 
-def warning_lead_s(
-    site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1
-) -> int:
-    """Return how long before its time limit a job is warned: the profile's time, or more if a
-    checkpoint takes longer.
-
-    Args:
-        site: The profile of the site.
-        checkpoint_bytes: Size of a checkpoint.
-        measured_s: What the run's last checkpoint took; None before the first.
-        checkpoints: How many may have to be written by then: one that is being written behind
-            training, and the last one.
+def _warning_s(plan: Plan, site: Site, checkpoint_s: float | None) -> int:
+    """Return how long before its time limit a job is warned: the profile's time, or more if the
+    checkpoints that may have to be written by then take longer.
     """
-    takes_s = checkpoint_bytes / DISK_BYTES_PER_S if measured_s is None else measured_s
+    takes_s = plan.disk_bytes / DISK_BYTES_PER_S if checkpoint_s is None else checkpoint_s
+    checkpoint = plan.spec.checkpoint
+    # One that is being written behind training, and the last one.
+    checkpoints = 2 if checkpoint.repeats and checkpoint.background else 1
     return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
 
 
 def batch_script(
-    spec: RunSpec,
-    site: Site,
-    *,
-    gpus: int,
-    run: Path,
-    attempt: int,
-    python: str,
-    architecture: str = "",
-    warning_s: int = 0,
+    plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None = None
 ) -> str:
     """Return the batch script of an attempt.
 
     Args:
-        spec: What is trained, with the partition to run on.
+        plan: What is trained, with the partition to run on.
         site: The profile of the site.
-        gpus: GPUs that the plan uses; 0 to train on the CPU.
         run: The run directory.
         attempt: The attempt's number.
-        python: The interpreter of the nodes.
-        architecture: What it is built for; empty if unknown.
-        warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the
-            profile's time.
+        checkpoint_s: What the run's slowest checkpoint took; None before the first.
 
     Raises:
         InputError: With the codes of this module.
     """
-    warning_s = warning_s or site.warning_s
+    spec, warning_s = plan.spec, _warning_s(plan, site, checkpoint_s)
     if problems := tuple(_problems(spec, site, warning_s, run)):
         raise InputError(problems)
+    gpus = sum(rank.gpu is not None for rank in plan.binding)
     # One supervisor a node. One that ends with an error must not end the others, which have to say
     # why.
     tasks = (f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1")
     step = ("srun", *tasks, "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
-    interpreter = (python, "-P")
-    check = shlex.join((*step, *interpreter, "-m", "so_tui.machine.interpreter", str(gpus)))
+    interpreter = (*step, site.interpreter, "-P")
+    check = shlex.join((*interpreter, "-m", "so_tui.machine.interpreter", str(gpus)))
     supervise = f'-m so_tui supervise "$so_tui_run" --attempt {attempt} --in-job'
     return "\n".join(
         (
@@ -477,10 +427,10 @@ def batch_script(
                 for name, value in sorted(_environment(spec, site).items())
             ),
             *site.setup,
-            *_architecture_check(architecture, python),
+            *_architecture_check(site.architecture, site.interpreter),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
             f"so_tui_run={shlex.quote(str(run))}",
-            f"exec {shlex.join((*step, *interpreter))} {supervise}",
+            f"exec {shlex.join(interpreter)} {supervise}",
             "",
         )
     )
@@ -545,102 +495,76 @@ def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
 
 def _time_limit_of(spec: RunSpec, site: Site) -> str:
     """Return the time limit that a job asks for; empty for the partition's own."""
-    partition = site.partitions.get(spec.slurm.partition)
-    return spec.slurm.time_limit or (partition.time_limit if partition else "")
+    return spec.slurm.time_limit or site.partition(spec.slurm.partition).time_limit
 
 
 def _seconds_of(time_limit: str) -> int:
     """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``,
     ``1:30:00``, ``1-12``, ``1-12:30:00``.
     """
-    days, dash, rest = time_limit.rpartition("-")
+    days, _, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:  # hours first
-        parts += [0] * (3 - len(parts))
-    elif len(parts) < 3:  # minutes first
-        parts = [0, *parts, *([0] if len(parts) == 1 else [])]
-    hours, minutes, seconds = parts
-    return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86_400 + seconds
 
 
 def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
-        remedy = "Give it with --account NAME, or in a preset of yours."
         yield Problem(
             "account-missing",
             "slurm.account",
             "",
             f"{site.title} charges an account",
-            remedy,
+            "Give it with --account NAME, or in a preset of yours.",
         )
     time_limit = _time_limit_of(spec, site)
     if time_limit and _seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
-        message = (
-            f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which "
-            "leaves too little time to train"
-        )
-        remedy = (
-            f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the "
-            "site profile."
-        )
         yield Problem(
             "time-limit-too-short",
             "slurm.time_limit",
             time_limit,
-            message,
-            remedy,
+            f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which "
+            "leaves too little time to train",
+            f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the "
+            "site profile.",
         )
     for option in spec.slurm.options:
         name = option.partition("=")[0]
         if name in site.refused_options:
-            message, remedy = f"{site.title} refuses {name}", "Leave it out."
-            yield Problem(
-                "option-refused",
-                "slurm.options",
-                option,
-                message,
-                remedy,
-            )
+            message = f"{site.title} refuses {name}"
+            yield Problem("option-refused", "slurm.options", option, message, "Leave it out.")
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
-            remedy = (
-                "Leave it out; partition, account, qos, time_limit and constraint have keys of "
-                "their own."
-            )
             yield Problem(
                 "option-reserved",
                 "slurm.options",
                 option,
                 "so-tui sets this option",
-                remedy,
+                "Leave it out; partition, account, qos, time_limit and constraint have keys of "
+                "their own.",
             )
     # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
     if any(character in str(run) for character in "%\\\n"):
-        message, remedy = (
-            "Slurm cannot write into a folder with %, \\ or a line end in its path",
-            "Choose another folder with --runs-dir.",
-        )
         yield Problem(
             "path-unfit-for-slurm",
             "--runs-dir",
             str(run.parent),
-            message,
-            remedy,
+            "Slurm cannot write into a folder with %, \\ or a line end in its path",
+            "Choose another folder with --runs-dir.",
         )
 
 
 def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
     slurm = spec.slurm
-    yield f"--partition={slurm.partition}"
-    yield from (
-        f"--{name}={value}"
-        for name, value in (("account", slurm.account), ("qos", slurm.qos))
-        if value
-    )
-    if time_limit := _time_limit_of(spec, site):
-        yield f"--time={time_limit}"
-    if slurm.constraint:
-        yield f'--constraint="{slurm.constraint}"'
-    yield f"--nodes={spec.nodes}"
+    given = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": _time_limit_of(spec, site),
+        "constraint": f'"{slurm.constraint}"' if slurm.constraint else "",
+        "nodes": spec.nodes,
+    }
+    yield from (f"--{name}={value}" for name, value in given.items() if value)
     yield "--ntasks-per-node=1"
     if gpus and site.gpu_option:
         yield site.gpu_option.replace("{gpus}", str(gpus))

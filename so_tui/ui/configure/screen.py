@@ -282,7 +282,7 @@ class ConfigureScreen(ResizablePage):
         try:
             spec = with_values(base, edits)
             # A machine that a file describes is planned for as it is; this one as the run finds it.
-            machine = machine if self.app.machine_file else machine_of(spec, machine)
+            machine = machine if self.app.machine_file else machine_of(spec.slurm, machine)
             plan, launch = preview(spec, machine)
         except InputError as error:
             answer(self, self._show_plan, Planned(serial, None, error.problems))

@@ -4,7 +4,7 @@ again whenever it changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from so_tui.ui.dialogs import CLOSE, button
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, distinct, faint, in_rows, shorten
-from so_tui.units import duration, significant, thousands
+from so_tui.units import duration
 
 if TYPE_CHECKING:
     from so_tui.validation.report import Outcome, Report, State
@@ -46,10 +46,8 @@ def _report_lines(report: Report, width: int) -> list[Content]:
 
 
 def _parts(report: Report, width: int) -> Iterator[Content]:
-    measured = (
-        f"{sum(outcome.state == 'measured' for outcome in report.outcomes)} of "
-        f"{len(report.outcomes)} parts measured"
-    )
+    count = sum(outcome.state == "measured" for outcome in report.outcomes)
+    measured = f"{count} of {len(report.outcomes)} parts measured"
     yield Content.assemble(
         (measured, "bold"), (shorten(f"   {report.shape}", max(0, width - len(measured))), "$faint")
     )
@@ -68,7 +66,7 @@ def _part(outcome: Outcome, width: int) -> Content:
 
 
 def _speeds(report: Report, width: int) -> Iterator[Content]:
-    from so_tui.validation.show import timed
+    from so_tui.validation.show import speed_cells, timed
 
     found = timed(report)
     if not found:
@@ -78,42 +76,41 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
         ("GPUs", "s/step", "planned", "tokens/s") if width >= _MEDIUM else ("s/step", "tokens/s")
     )
     bars = width >= _WIDE
-    titles = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
-    yield faint(f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen))
-    names = distinct([outcome.title for outcome, _ in found], titles - 1)
-    for title, (_, result) in zip(names, found, strict=True):
-        figures = {
-            "GPUs": str(result.ranks),
-            "s/step": significant(result.measured.step_s),
-            "planned": significant(result.predicted.step_s) if result.predicted.step_s else "·",
-            "tokens/s": thousands(round(result.useful_tokens_per_s)),
-        }
+    room = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
+    yield faint(_row(room, ["training"], chosen))
+    names = distinct([outcome.title for outcome, _ in found], room - 1)
+    for name, (_, result) in zip(names, found, strict=True):
+        cells = speed_cells(result)
         bar = "  " + fill(result.useful_tokens_per_s / best, _BAR_CELLS) if bars else Content("")
-        row = "".join(f"{figures[name]:>{_COLUMN_CELLS}}" for name in chosen)
-        yield Content(f"{title:<{titles}}{row}") + bar
+        yield Content(_row(room, [name], [cells[column] for column in chosen])) + bar
     yield Content("")
 
 
 def _losses(report: Report, width: int) -> Iterator[Content]:
-    if not report.agreement:
+    from so_tui.validation.show import agreement_rows
+
+    rows = agreement_rows(report)
+    if not rows:
         return
-    titles = {outcome.key: outcome.title for outcome in report.outcomes}
     room = min(_TITLE_CELLS, (width - 2 * _COLUMN_CELLS) // 2)
-    compared = shorten("compared with", room - 1)
-    figures = f"{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}"
-    yield faint(f"{'losses':<{room}}{compared:<{room}}{figures}")
-    pairs = [(one.key, one.reference) for one in report.agreement]
-    keys, references = (
-        distinct([titles.get(key, key) for key in column], room - 1)
-        for column in zip(*pairs, strict=True)
-    )
-    for key, reference, one in zip(keys, references, report.agreement, strict=True):
-        differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
-        steps = f"{len(one.by_step):>{_COLUMN_CELLS}}"
+    titles, references, steps, differences = zip(*rows, strict=True)
+    yield faint(_row(room, ["losses", shorten("compared with", room - 1)], ["steps", "differ by"]))
+    names = (distinct(column, room - 1) for column in (titles, references))
+    for *pair, count, differ in zip(*names, steps, differences, strict=True):
+        text = differ or "not finite"
         yield Content.assemble(
-            f"{key:<{room}}{reference:<{room}}{steps}",
-            (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else ""),
+            _row(room, pair, [count]), (f"{text:>{_COLUMN_CELLS}}", "" if differ else "$error")
         )
+
+
+def _row(room: int, names: Sequence[str], figures: Sequence[str]) -> str:
+    """Return a line of a table: names of ``room`` columns each, and figures."""
+    return "".join(
+        (
+            *(f"{name:<{room}}" for name in names),
+            *(f"{figure:>{_COLUMN_CELLS}}" for figure in figures),
+        )
+    )
 
 
 class ValidationScreen(ModalScreen[None]):

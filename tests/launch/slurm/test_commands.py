@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, RefusedError, SlurmError, _parse_queue, submit
+from so_tui.launch.slurm.client import Job, SlurmError, _parse_queue, _RefusedError, submit
+from tests.support.commands import forget_cluster
 
 QUEUE = """\
 1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1
@@ -104,7 +105,7 @@ def installed(folder: Path, name: str, lines: str) -> None:
         ("squeue", client.own_jobs),
         ("sacct", lambda: client.accounted("7")),
         ("scancel", lambda: client.cancel("7")),
-        ("sinfo", lambda: client._sinfo("%P")),
+        ("sinfo", client.partitions),
         ("sbatch", lambda: submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})),
     ],
 )
@@ -140,13 +141,14 @@ def test_a_job_that_slurm_requeued_itself_is_requeued(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     installed(tmp_path, "scontrol", "echo 'Job is pending execution' >&2; exit 1")
     installed(tmp_path, "squeue", f"echo '8|PENDING|None|N/A||/x'; echo '7|{state}|None|N/A||/x'")
-    with contextlib.nullcontext() if state == "PENDING" else pytest.raises(RefusedError):
+    with contextlib.nullcontext() if state == "PENDING" else pytest.raises(_RefusedError):
         client.requeue("7")
 
 
 def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(client, "CLUSTER", client.ClusterName(clock=lambda: now[0]))
+    now = [960.0]
+    monkeypatch.setattr("so_tui.launch.slurm.client.time.monotonic", lambda: now[0])
+    forget_cluster(monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; exit 1")
     for _ in range(3):

@@ -178,7 +178,7 @@ def test_foreign_submission_is_none(change: dict[str, object], run: RunDirectory
         msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change})
     )
     assert read_submission(run, 1) is None
-    assert SlurmExecutor().cancel(run, 1) is False
+    SlurmExecutor().cancel(run, 1)
 
 
 def test_nothing_is_asked_for_others(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_asked_for_others(run: RunDirectory, monkeypatch: pytest.Monk
     monkeypatch.setattr(client, "_call", call)
     run.submission_path(1).chmod(0o666)
     assert current_state(run) == read_state(run)
-    assert SlurmExecutor().cancel(run, 1) is False
+    SlurmExecutor().cancel(run, 1)
     assert asked == []
 
 
@@ -210,7 +210,7 @@ def test_job_of_another_run_is_neither_believed_nor_cancelled(
     monkeypatch.setattr(client, "cancel", cancelled.append)
     answer(monkeypatch, Job(id="7", state="CANCELLED", folder=folder_of(run)))
     assert current_state(copied).state == "queued"
-    assert SlurmExecutor().cancel(copied, 1) is False
+    SlurmExecutor().cancel(copied, 1)
     assert cancelled == []
     assert current_state(run).state == "stopped"
 

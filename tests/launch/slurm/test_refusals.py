@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import RefusedError, SlurmError, explained
+from so_tui.launch.slurm.client import SlurmError, _RefusedError, explained
 from so_tui.spec import InputError, Problem
 from tests.support.launching import tiny
 
@@ -101,7 +101,7 @@ def test_a_sites_own_words_are_shown_as_they_are(slurm: Path) -> None:
         f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos "
         "specification\n",
     )
-    assert isinstance(error, RefusedError)
+    assert isinstance(error, _RefusedError)
     assert error.lines == (
         "Use ibrun.\x1b[2J",
         "No --mem here",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import OutcomeCode
 from so_tui.spec import InputError
 from tests.support.launching import tiny
+from tests.support.plans import plan_of
 from tests.support.problems import rejected
 
 MACHINE = inspect_machine()
@@ -61,10 +63,10 @@ def recorded(run: RunDirectory, state: str, code: str = "", **others: object) ->
     write_state(run, replace(read_state(run), state=state, code=code, **others))
 
 
-def told_soon(run: RunDirectory, count: int) -> Future[int]:
+def told_soon(run: RunDirectory, number: int) -> Future[int]:
     """Wait in a thread for what another node is told."""
     pool = ThreadPoolExecutor(1)
-    waiting = pool.submit(_told_attempt, run, 1, count)
+    waiting = pool.submit(_told_attempt, run, 1, number)
     pool.shutdown(wait=False)
     return waiting
 
@@ -75,14 +77,7 @@ def told_soon(run: RunDirectory, count: int) -> Future[int]:
 )
 def test_jobs_restart_where_the_profile_allows(allowed: bool, nodes: int, option: str) -> None:
     spec = tiny(slurm__partition="gh", nodes=str(nodes))
-    script = batch_script(
-        spec,
-        Site(title="Ours", requeue=allowed),
-        gpus=1,
-        run=Path("/runs/x"),
-        attempt=1,
-        python="python",
-    )
+    script = batch_script(plan_of(spec), Site(title="Ours", requeue=allowed), Path("/runs/x"), 1)
     assert f"#SBATCH {option}\n" in script
 
 
@@ -103,10 +98,10 @@ def test_the_job_makes_the_next_attempt(run: RunDirectory, monkeypatch: pytest.M
 
 def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirectory) -> None:
     made = []
-    for count in (1, 2):
-        waiting = told_soon(run, count)
+    for start_number in (1, 2):
+        waiting = told_soon(run, start_number)
         os.utime(run.state_path, (1.0, 1.0))
-        made.append(_attempt_of_restart(run, 1, MACHINE, count))
+        made.append(_attempt_of_restart(run, 1, MACHINE, start_number))
         assert waiting.result(10) == made[-1]
         write_state(
             run,
@@ -126,10 +121,13 @@ def test_other_nodes_are_told_of_the_end(run: RunDirectory) -> None:
         waiting.result(10)
 
 
-def test_silent_first_node_is_not_waited_for(run: RunDirectory) -> None:
-    now = iter((0.0, 1e6))
+def test_silent_first_node_is_not_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = count(step=1e6)
+    monkeypatch.setattr("so_tui.launch.in_job.time.monotonic", lambda: next(now))
     with rejected("first-node-silent"):
-        _told_attempt(run, 1, 1, lambda: next(now))
+        _told_attempt(run, 1, 1)
 
 
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:

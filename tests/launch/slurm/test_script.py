@@ -7,6 +7,7 @@ import shlex
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,21 +17,23 @@ from so_tui.launch.slurm.script import (
     _builtin_sites,
     _seconds_of,
     _user_sites,
+    _warning_s,
     batch_script,
     for_run,
     load_site,
-    warning_lead_s,
 )
 from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
 from tests.support.launching import tiny
+from tests.support.plans import plan_of
 from tests.support.problems import rejected
 
-SITE = Site(title="A site")
+SITE = Site(title="A site", python="/venv/bin/python")
 
 
 def script(site: Site = SITE, *, gpus: int = 4, run: str = "/runs/one", **changes: str) -> str:
     spec: RunSpec = tiny(**{"slurm__partition": "gh", **changes})
-    return batch_script(spec, site, gpus=gpus, run=Path(run), attempt=3, python="/venv/bin/python")
+    plan = plan_of(spec, cpus=((0,),) * max(1, gpus), gpus=gpus > 0)
+    return batch_script(plan, site, Path(run), 3)
 
 
 def options(text: str) -> list[str]:
@@ -93,17 +96,11 @@ def executed(text: str, uname: str, tmp_path: Path) -> subprocess.CompletedProce
     )
 
 
-def test_job_ends_on_a_node_that_cannot_execute_it(tmp_path: Path) -> None:
-    spec = tiny(slurm__partition="gh")
-    text = batch_script(
-        spec,
-        SITE,
-        gpus=1,
-        run=Path("/run"),
-        attempt=1,
-        python="/it's/python",
-        architecture="aarch64",
-    )
+def test_job_ends_on_a_node_that_cannot_execute_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.launch.slurm.script.architecture_of", lambda _: "aarch64")
+    text = script(msgspec.structs.replace(SITE, python="/it's/python"), run="/run")
     ended = executed(text, "x86_64", tmp_path)
     assert (ended.returncode, ended.stdout) == (69, "")
     assert all(
@@ -111,7 +108,7 @@ def test_job_ends_on_a_node_that_cannot_execute_it(tmp_path: Path) -> None:
     )
     ran = executed(text, "aarch64", tmp_path)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "so_tui supervise /run --attempt 1 --in-job" in ran.stdout.splitlines()[-1]
+    assert "so_tui supervise /run --attempt 3 --in-job" in ran.stdout.splitlines()[-1]
 
 
 def test_braces_of_a_gpu_option_are_no_python() -> None:
@@ -140,13 +137,17 @@ def test_time_limits_are_read_as_slurm_reads_them(time_limit: str, seconds: int)
 
 
 def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
-    assert warning_lead_s(SITE, 10**9, None) == SITE.warning_s
-    assert warning_lead_s(SITE, 200 * 10**9, None) > 200
-    assert warning_lead_s(SITE, 10**9, 400.0) > 400 > SITE.warning_s
-    assert (
-        warning_lead_s(SITE, 10**9, 400.0, checkpoints=2) > warning_lead_s(SITE, 10**9, 400.0) + 400
-    )
-    assert warning_lead_s(SITE, 200 * 10**9, 5.0) == SITE.warning_s
+    def lead_s(gigabytes: int, checkpoint_s: float | None, *, background: bool = False) -> int:
+        behind = str(background).lower()
+        plan = plan_of(tiny(checkpoint__every_steps="5", checkpoint__background=behind))
+        size = msgspec.structs.replace(plan, disk_bytes=gigabytes * 10**9)
+        return _warning_s(size, SITE, checkpoint_s)
+
+    assert lead_s(1, None) == SITE.warning_s
+    assert lead_s(200, None) > 200
+    assert lead_s(1, 400.0) > 400 > SITE.warning_s
+    assert lead_s(1, 400.0, background=True) > lead_s(1, 400.0) + 400
+    assert lead_s(200, 5.0) == SITE.warning_s
 
 
 def test_a_folder_with_any_name_stays_one_argument() -> None:
@@ -200,16 +201,9 @@ def test_environment_and_setup_come_before_the_start() -> None:
         ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
     ],
 )
-def test_site_refusals_come_before(site: str, changes: dict[str, str], code: str) -> None:
+def test_site_refusals_come_before(site: str, changes: dict[str, Any], code: str) -> None:
     with rejected(code):
-        batch_script(
-            tiny(slurm__partition="gh", **changes),
-            load_site(site),
-            gpus=1,
-            run=Path("/run"),
-            attempt=1,
-            python="python",
-        )
+        script(load_site(site), **changes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, Queue, queue
+from so_tui.launch.slurm.client import Job, _Queue, queue
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
     return times
 
 
-def numbers(answer: Queue | None) -> list[str]:
+def numbers(answer: _Queue | None) -> list[str]:
     return [] if answer is None else [job.id for job in answer.jobs]
 
 

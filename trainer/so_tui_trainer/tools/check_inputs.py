@@ -1,7 +1,7 @@
 """Check that a run's model, tokenizer and data are available, without loading weights:
-``{"spec": tree}`` in, problems and warnings out.
+``{"spec": tree}`` in, warnings or problems out.
 
-{"problems": [{"code", "field", "value", "message", "remedy"}], "warnings": [text], "done": true}
+{"warnings": [text], "done": true}
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import InputError, RunSpec, check_tree, resolve_source
+from so_tui.spec import InputError, Problem, RunSpec, check_tree, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.units import disk_size
 from so_tui_trainer.hub import missing_files, stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, problems_json, serve
+from so_tui_trainer.tools.channel import Answer, serve
 
 _CHECKED_ROWS = 100
 """Rows of each source that are tokenised as a test."""
@@ -24,20 +24,23 @@ def _check(request: Answer) -> Iterator[Answer]:
     """Make every check, whatever the others find.
 
     Yields:
-        The problems and warnings.
+        The warnings.
+
+    Raises:
+        InputError: With the problems of all checks.
     """
     stay_offline_when_cut_off()
     spec = check_tree(request["spec"])
-    problems: list[Answer] = []
+    problems: dict[Problem, None] = {}  # Several checks need the tokenizer.
     warnings: list[str] = []
     for check_one in (_tokenizer, _weights, _data, _evaluation):
         try:
             warnings += check_one(spec)
         except InputError as error:
-            problems += [
-                problem for problem in problems_json(error) if problem not in problems
-            ]  # Several checks need the tokenizer.
-    yield {"problems": problems, "warnings": warnings, "done": True}
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise InputError([*problems])
+    yield {"warnings": warnings, "done": True}
 
 
 def _tokenizer(spec: RunSpec) -> list[str]:
