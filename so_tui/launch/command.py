@@ -301,7 +301,7 @@ def _rank_threads(plan: Plan) -> int:
     return min((len(rank.adam_cpus or rank.cpus) for rank in plan.binding), default=1) or 1
 
 
-def _valid_arch_list(value: str) -> str:
+def valid_arch_list(value: str) -> str:
     """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX``
     becomes ``8.0;9.0+PTX``.
 
@@ -469,7 +469,7 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
         if allocator:
             yield allocator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
-        valid := _valid_arch_list(given)
+        valid := valid_arch_list(given)
     ) != given:
         yield Variable("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
 

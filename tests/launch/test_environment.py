@@ -172,7 +172,7 @@ def test_engine_decides_about_expandable_segments() -> None:
     ],
 )
 def test_arch_list(given: str, valid: str) -> None:
-    assert command._valid_arch_list(given) == valid
+    assert command.valid_arch_list(given) == valid
 
 
 @pytest.mark.parametrize(

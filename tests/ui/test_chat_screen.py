@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from so_tui.launch.helper_jobs import named_model
 from so_tui.runs import create_run
-from so_tui.spec.errors import reject
+from so_tui.spec.errors import Problem, reject
 from so_tui.spec.generation import (
     Answer,
     Event,
@@ -106,7 +106,8 @@ class Forgetful(FixedModel):
         yield Loaded(models=models, device="CPU", layout="plain text")
         self._asked.get(timeout=60)
         yield Answer(number=1, side="tuned", text="1", tokens=1, seconds=0.1, ended="stop")
-        yield Rejected(number=1, side="base", problem="too long")
+        problem = Problem("prompt-too-long", "prompt", "", "is too long", "Shorten it.")
+        yield Rejected(number=1, side="base", problem=problem)
         self._asked.get(timeout=60)
 
 

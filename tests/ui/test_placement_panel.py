@@ -155,7 +155,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
         news = ui.shown("#news").replace("\n", " ")
         assert _cause_text(CAUSES[0]).split(" (")[0] in news
         assert not unsafe(news)
-    printer = _Printer(quiet=False)
+    printer = _Printer()
     for state in (fine, slow, slow, replace(slow, state="saving"), fine):
         printer.compare(state)
     told = capsys.readouterr().out.splitlines()
