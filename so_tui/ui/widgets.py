@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.segment import Segment
-from textual import content, events
+from textual import events
 from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
@@ -230,7 +230,7 @@ class KeyLine(CachedLinesMixin):
             self.app.simulate_key(key)
 
 
-Item = tuple[Binding, content.Content]
+Item = tuple[Binding, Content]
 
 
 def _fitting(items: Sequence[Item], room: int) -> list[Item]:
@@ -243,12 +243,13 @@ def _fitting(items: Sequence[Item], room: int) -> list[Item]:
     return sorted(fitted, key=items.index)
 
 
-def _item(shown: str, description: str, key: str) -> content.Content:
+def _item(shown: str, description: str, key: str) -> Content:
     """Return a key as it is shown and what it does; a click on them presses it."""
-    return Content.assemble(
+    item = Content.assemble(
         (shown, "bold $footer-key-foreground"),
         (f" {description}", "$footer-description-foreground"),
-    ).stylize(Style.from_meta({_KEY: key}))
+    )
+    return Content("") + item.stylize(Style.from_meta({_KEY: key}))
 
 
 # The title line of a panel: the upper line of its frame, or a thin line where panels have none.
