@@ -43,7 +43,7 @@ def main(request: dict[str, Any]) -> None:
     )
     accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
     answer = {
-        f"{name}_bytes_per_s": worker.bytes_moved(command, numel, size.weight_bytes)
+        f"{name}_bytes_per_s": command.bytes_moved(numel, size.weight_bytes)
         / _seconds(partial(kernel.run, command), request["seconds"])
         for name, command in (("step", step), ("accumulate", accumulate))
     }
