@@ -18,6 +18,7 @@ from so_tui.launch.launch import read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
 from so_tui.launch.supervisor.ending import Outcome
 from so_tui.launch.supervisor.host_check import LockTakenError, _Holder
+from so_tui.launch.supervisor.processes import Loss
 from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
@@ -113,6 +114,20 @@ def test_endless_log_ends_no_run(run: RunDirectory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host.Host, "start", lambda _: None)
     assert supervisor_of(run).watch() == 1
     assert read_state(run).state == "failed"
+
+
+def test_the_first_loss_stays_the_cause_of_later_ones(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Process(pid=11, start_time=1, role="rank", rank=1)
+    launcher = Process(pid=10, start_time=1, role="launcher")
+    ours = supervisor_of(run)._host
+    looks = iter([[rank], [launcher]])
+    ours.tree.gone |= {rank: -9, launcher: -15}
+    monkeypatch.setattr(ours.tree, "scan", lambda: next(looks))
+    ours._scan()
+    ours._scan()
+    assert ours.first_loss == Loss(rank, -9, unprompted=True)
 
 
 @pytest.mark.parametrize(
