@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from so_tui.machine.inspect import load_machine
 from so_tui.machine.types import Gpu, Machine, Mpam, Network, NumaNode, Software
+from so_tui.spec.check import path_fault
 from so_tui.spec.errors import nearest, reject, shown
 
 _LOG = logging.getLogger(__name__)
@@ -55,8 +56,11 @@ def machine_of(given: str) -> Machine:
     """Return the machine of a name in ``MACHINES``, or else of a file.
 
     Raises:
-        InputError: There is neither; otherwise as for ``load_machine``.
+        InputError: There is neither, or it cannot be a file (``invalid-path``); otherwise as for
+            ``load_machine``.
     """
+    if fault := path_fault(given):
+        raise reject("invalid-path", "--machine", shown(given), fault, "Give another name.")
     path = Path(given).expanduser()
     if given in MACHINES or not (path.suffix or "/" in given or path.exists()):
         return named_machine(given)

@@ -68,7 +68,13 @@ def test_name_comes_before_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("given", "code"),
-    [("gh200-48", "unknown-machine"), ("./none", "unreadable"), ("none.json", "unreadable")],
+    [
+        ("gh200-48", "unknown-machine"),
+        ("./none", "unreadable"),
+        ("none.json", "unreadable"),
+        ("~nobody-here/m.json", "invalid-path"),
+        ("n" * 300, "invalid-path"),
+    ],
 )
 def test_what_is_neither_is_an_error_with_the_names(
     given: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
