@@ -53,7 +53,7 @@ class AlertCommand:
 
     def __init__(self) -> None:
         self.pid: int | None = None
-        """Of the command, if it is under way."""
+        """The pid of the running command, if there is one."""
         self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(
             maxlen=_MOST_WAITING
         )
@@ -128,7 +128,7 @@ class AlertCommand:
                 # group is ended.
                 looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
                 ended = os.waitid(os.P_PID, process.pid, looks) is not None
-            # What the command left in its group ends, too.
+            # Processes that the command left in its group end, too.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.stdout.close()

@@ -189,8 +189,8 @@ def call_tool(
     *,
     timeout_s: float = threading.TIMEOUT_MAX,
 ) -> dict[str, Any]:
-    """Run a helper process and return its last answer. ``tell`` receives the words in which it says
-    what it does; otherwise as ``stream_tool``.
+    """Run a helper process and return its last answer. ``tell`` receives its
+    progress messages; see ``stream_tool`` for the rest.
     """
     answer: dict[str, Any] = {}
     for answer in stream_tool(name, request, timeout_s=timeout_s):

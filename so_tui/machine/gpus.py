@@ -498,7 +498,7 @@ def _memory_nodes(gpus: list[Gpu], nodes: Nodes) -> dict[str, int]:
     """Return the memory node of each GPU, by bus id.
 
     The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order; without
-    distances, all of them to all GPUs. If their numbers differ (memory that is not online, for
+    distances, all of them to all GPUs. If their numbers differ (some memory offline, for
     example), they are left out.
     """
     hbm = [node for node in nodes if node.kind == "gpu-memory"]

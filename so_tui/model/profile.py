@@ -265,8 +265,8 @@ class ModelProfile:
 
     @cached_property
     def block_bytes(self) -> int:
-        """What recomputation and backward of one layer hold per token beside its input, at the end
-        of the feed-forward's backward.
+        """Bytes per token that recomputation and backward of one layer hold besides its input, at
+        the end of the feed-forward's backward.
 
         With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate,
         up and their product (itself freed by then), and two of width h. That is what torch's memory

@@ -204,7 +204,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def step_error_text(self) -> str:
         """How far ``step_s`` may be off, to stand behind it: `` ±12%``, or `` ±15% or more`` where
-        no plan was held to measurements; empty where that is not known.
+        no plan was held to measurements; empty where that is unknown.
         """
         if (error := self.step_error) is None:
             return ""

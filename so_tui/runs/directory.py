@@ -56,8 +56,8 @@ class _Entry:
 
 
 class _OfAttempt:
-    """A file in the folder of an attempt. Its name may have a number, or that of another node than
-    the first.
+    """A file in the folder of an attempt. Its name may have a number, or the number of a node
+    after the first.
     """
 
     def __init__(self, name: str) -> None:
@@ -102,7 +102,7 @@ class RunDirectory:
     launch_path = _OfAttempt("launch{of_node}.json")
     command_path = _OfAttempt("command{of_node}.json")
     node_path = _OfAttempt("node{number}.json")
-    """The state of another node than the first, which its supervisor writes."""
+    """The state of a node after the first, written by its supervisor."""
     hostfile_path = _OfAttempt("hostfile.node{number}")
     """The list of nodes that DeepSpeed's launcher reads on a node."""
     restart_path = _OfAttempt("restart.{number}.json")

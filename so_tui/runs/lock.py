@@ -89,7 +89,7 @@ class RunLock:
         draft = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
         try:
             draft.write_bytes(msgspec.json.encode(self._owner))
-            # Fails if it exists, and shows the whole content at once.
+            # Linking fails if the file exists, and never shows part of the content.
             os.link(draft, self.path(number))
         except FileExistsError:
             return False

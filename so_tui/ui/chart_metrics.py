@@ -47,7 +47,7 @@ _CODE: dict[str, dict[str, Any]] = {
     "mfu": {"format_value": percent},
     "gpu-clock": {"format_value": lambda value: thousands(round(value))},
 }
-"""What a metric has besides plain values."""
+"""Fields of metrics that TOML cannot hold, such as functions."""
 _ROWS: Mapping[str, Mapping[str, Any]] = msgspec.toml.decode(
     Path(__file__).with_suffix(".toml").read_bytes(),
     type=dict[str, dict[str, bool | float | str | _Names]],

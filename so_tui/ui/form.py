@@ -288,7 +288,7 @@ class Draft:
     preset again brings it back.
     """
     machine: str = ""
-    """The machine that the recommendation is for, in words, which may not be the one that is
+    """The machine that the recommendation is for, in words. It can differ from the one that is
     planned for now.
     """
     base_values: Texts = field(init=False)
@@ -401,7 +401,7 @@ _STEPS: dict[str, float | Literal["powers of two", "1-2-5"]] = {
     "train.router_loss_coefficient": "1-2-5",
     "train.gradient_clipping": "1-2-5",
 }
-"""How numbers step: by a fixed distance, or over such values; those that are not named, by their
+"""How numbers step: by a fixed distance, or over such values; all others by their
 first digit: 60, 50 ... 10, 9, and 4,000 after 3,000.
 """
 _LEAST = {

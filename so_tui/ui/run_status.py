@@ -42,7 +42,7 @@ class Stage(NamedTuple):
     name: str
     since: float
     detail: str = ""
-    """What it does while it is the last one."""
+    """Its present work, while it is the last stage."""
 
 
 def _stages(

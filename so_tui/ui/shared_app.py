@@ -497,7 +497,7 @@ class SharedApp(SettingsApp):
         self.switch_mode("dashboard")
 
     def unsaved(self) -> dict[str, int]:
-        """Return how many fields of each preset have edits that were not saved."""
+        """Return how many fields of each preset have unsaved edits."""
         counts = {preset: len(draft.changes) for preset, draft in self.drafts.items()}
         return {preset: count for preset, count in counts.items() if count}
 

@@ -288,7 +288,7 @@ _STAGES = {
     **{name: name for name in ("imports", "ranks", "data", "weights", "optimizer")},
     "training": "first_step",
 }
-"""What phases and their stages are called here."""
+"""Names of phases and of their stages here."""
 
 
 def _phase_seconds(

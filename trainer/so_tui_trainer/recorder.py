@@ -158,7 +158,7 @@ class _Sidecar:
     """A tracker in its thread. Nothing but ``close`` ever waits.
 
     Attributes:
-        trouble: What went wrong, with the tracker's name; emptied by whoever has reported it. The
+        trouble: What went wrong, with the tracker's name; emptied once it is reported. The
             tracker gets no more records then.
     """
 

@@ -185,15 +185,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Save:
-    """This rank's state while it is being written, by one thread at a time. Training may go on
-    meanwhile: what it would change has been copied.
+    """This rank's state while it is being written, by one thread at a time. Training may continue
+    meanwhile, since everything that it would change has been copied.
 
     Args:
-        folder: Where to; it is created.
-        manifest: What is going to be written.
+        folder: The folder to write into; it is created.
+        manifest: The manifest of what will be written.
 
     Attributes:
-        copies: The copies that are not written yet, by sub-group, in the order in which they are
+        copies: The copies still to be written, by sub-group, in the order in which they are
             written.
         attach: Prepares a thread for reading copies.
         release: Gives a copy's memory back.

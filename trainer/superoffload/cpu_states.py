@@ -217,7 +217,7 @@ class CpuStates:
         self._gradients: dict[int, _WholeGradient] = {}
         """Those of sub-groups that were complete at the accumulation boundary."""
         self._learning_rates: dict[int, float] = {}
-        """Of the sub-groups that the worker already steps."""
+        """The learning rates of sub-groups that the worker already steps."""
         self._moments = _FORMATS[self.settings.states]
         self._current = dict.fromkeys(self._indices, 0)
         """Which of its sets of states a sub-group's last accepted step is in."""
@@ -283,7 +283,7 @@ class CpuStates:
             self._gradients[index] = _WholeGradient(copied, policy.gradient_source(micro_batch))
         operation = policy.on_complete(boundary=boundary)
         if operation is Operation.ACCUMULATE:
-            # The first micro-batch overwrites the step before's sum.
+            # The first micro-batch overwrites the sum of the previous step.
             first = int(micro_batch == 0)
             self._send(Command(operation, index, step, first_micro_batch=first), copied)
         elif operation is not None:

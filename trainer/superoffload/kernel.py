@@ -70,7 +70,7 @@ def _open_own(path: Path) -> int | None:
 
 
 def _is_own(found: os.stat_result, kind: int) -> bool:
-    """Return whether something is of a kind, this user's own, and nobody else can write it."""
+    """Return whether a file is of a kind, belongs to this user, and no other user can write it."""
     return (
         stat.S_IFMT(found.st_mode) == kind
         and found.st_uid == os.geteuid()

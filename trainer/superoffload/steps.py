@@ -71,7 +71,7 @@ class GradientNorm:
     def all_rank_squares(
         self, whole: Iterable[tuple[int, Tensor]], by_worker: Mapping[int, float]
     ) -> Tensor:
-        """Return the sums of squares over all ranks, one per sub-group, and begin anew.
+        """Return the sums of squares over all ranks, one per sub-group, and reset them.
 
         Args:
             whole: Whole gradients of sub-groups for which ``add`` was not called, with their

@@ -45,7 +45,7 @@ from so_tui.trust.text import so_tui_command
 # may have none of the packages.
 #
 # Problem codes: not-cached: Nodes without internet would have to download it. foreign-interpreter:
-# The interpreter of jobs is built for another architecture than the nodes have.
+# The interpreter of jobs is built for a different architecture than that of the nodes.
 
 
 _INDEX = "model.safetensors.index.json"

@@ -223,7 +223,7 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def architecture(self) -> str:
-        """What the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown,
+        """The architecture of the interpreter of jobs, as ``uname -m`` names it; empty if unknown,
         such as in a container.
         """
         return "" if self.step_options else architecture_of(self.interpreter)

@@ -83,8 +83,8 @@ def _check_modes(context: CheckContext) -> Findings:
 
 
 def _check_memory(context: CheckContext) -> Findings:
-    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it was
-    not brought online. Also find file cache in such a node, and bandwidth that is not partitioned.
+    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it is
+    offline. Also find file cache in such a node, and unpartitioned bandwidth.
     """
     hidden = [gpu for gpu in context.nvidia_gpus if gpu.memory_node is None]
     if context.is_grace and hidden:

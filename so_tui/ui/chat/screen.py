@@ -78,7 +78,7 @@ _ENDS: dict[Ended, str] = {
 
 
 class _Column(VerticalScroll, can_focus=False):
-    """One model's side of the conversation. Each model goes on from its own answers."""
+    """One model's side of the conversation. Each model continues from its own answers."""
 
     def __init__(self, model: ModelFacts, system: str) -> None:
         self._model = model

@@ -160,7 +160,7 @@ class FieldRow(Horizontal):
         self.problem = ""
         """What is wrong with the value, in words."""
         self.about = f"{info.description} {info.expected[0].upper()}{info.expected[1:]}."
-        """What the field is for, and what it takes."""
+        """The purpose of the field, and the values that it takes."""
         self._tip = Content(f"{self.path}: {info.description}")
         super().__init__(id="field-" + self.path.replace(".", "-"))
         self.tooltip = self._tip

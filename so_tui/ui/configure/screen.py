@@ -409,11 +409,9 @@ class ConfigureScreen(ResizablePage):
     # Commands.
 
     def once_planned(self, command: Callable[[Planned], None]) -> None:
-        """Run ``command`` with the plan of what is in the form now, which may not have been made
-        yet.
-        """
+        """Run ``command`` with the plan of the form's present content, once that plan is made."""
         if (row := self.form.selected) is not None:
-            self._set_field(*row.entered())  # its last key press may not have been announced yet
+            self._set_field(*row.entered())  # its last key press may still be unannounced
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
         elif self._draft is not None and self.app.machine is not None:

@@ -79,7 +79,7 @@ class _ReadRun:
         return self._steps.read(mean_steps_of(self.spec, total, last), limit_s)
 
     def _add_samples(self) -> None:
-        """Add what was sampled to the loads. Raises OSError; what is left is added later."""
+        """Add new samples to the loads. Raises OSError; the rest is added later."""
         for host in tuple(self._new_samples):
             self._loads.add(host, self._new_samples[host], self._whole.begin[1])
             del self._new_samples[host]

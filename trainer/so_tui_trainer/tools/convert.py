@@ -33,9 +33,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class _Extra(Struct, frozen=True, kw_only=True):
-    """What else of a training DeepSpeed's checkpoint keeps for us; a training that was not ours has
-    nothing of it.
-    """
+    """Our additions to DeepSpeed's checkpoint; one that another trainer wrote has none."""
 
     data: str = ""
     useful_tokens: _Count = 0
@@ -164,7 +162,7 @@ def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:
     from so_tui_trainer.checkpoint_folder import Manifest
 
     extra = _Extra()
-    with suppress(msgspec.ValidationError):  # somebody else's
+    with suppress(msgspec.ValidationError):  # another trainer wrote it
         extra = msgspec.convert(progress.extra, _Extra)
     return Manifest(
         run=run,

@@ -42,7 +42,7 @@ SMALL_WIDTH = 64
 ROUNDS = 96
 """Passes that ranks make together."""
 HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
-"""Of an 8B model's attention."""
+"""The attention heads of an 8B model."""
 PACKS = {160: 100, 1024: 16, 4096: 4, 16384: 1, 65536: 1}
 """Length of documents -> how many of them are packed."""
 Seconds = Callable[[Callable[[], object]], float]
