@@ -85,7 +85,11 @@ class AlertCommand:
         waits.
         """
         self._killed = [process for process in self._killed if process.poll() is None]
-        next(self._steps)
+        try:
+            next(self._steps)
+        except BaseException:  # it has ended the steps: later commands need new ones
+            self.pid, self._steps = None, self._run()
+            raise
 
     def finish(self) -> None:
         """Wait for the commands that are under way or waiting, at most a minute in all."""

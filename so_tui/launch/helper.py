@@ -196,6 +196,8 @@ def call_tool(
     for answer in stream_tool(name, request, timeout_s=timeout_s):
         if message := answer.get("message"):
             tell(str(message))
+    if not answer:
+        raise ToolError(f"so_tui_trainer.tools.{name} ended without an answer")
     return answer
 
 

@@ -434,14 +434,14 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
     """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as
     the one before.
     """
-    last: object = None
+    last: tuple[str, int] | None = None
     for event in events:
-        part: object = event
         if isinstance(event, ExportProgress):
             part = event.doing, event.done_bytes * parts // max(1, event.total_bytes)
-        if part != last:
-            yield event
-        last = part
+            if part == last:
+                continue
+            last = part
+        yield event
 
 
 # Presets for any model: a helper process reads the model's shape, and the other settings get

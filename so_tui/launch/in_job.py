@@ -236,10 +236,10 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
             else _told_attempt(run, attempt, again)
         )
         submission = read_submission(run, attempt) or submission
-    before, submitted = read_state(run), read_launch(run, attempt)
     if nodes.first:
-        admission.refuse_start(run, attempt, before)
+        admission.refuse_start(run, attempt, read_state(run))
         remember(submission.cluster, submission.partition, machine)
+    submitted = read_launch(run, attempt)
     try:
         launch = _planned_here(submitted, machine, nodes.node)
         write_launch(run, attempt, launch, nodes.node)
@@ -247,7 +247,7 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
         print(error, file=sys.stderr, flush=True)
         return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
     if nodes.first:
-        return _supervise_run(run, attempt, submission, launch, before, nodes)
+        return _supervise_run(run, attempt, submission, launch, nodes)
     become_subreaper()
     return NodeSupervisor(run, attempt, launch, nodes).watch()
 
@@ -257,10 +257,10 @@ def _supervise_run(
     attempt: int,
     submission: Submission,
     launch: Launch,
-    before: RunState,
     nodes: Nodes,
 ) -> int:
     """Supervise the run from its first node, and have it continued. Return the run's exit code."""
+    before = read_state(run)
 
     def goes_on(*, requeue: bool) -> bool:
         return (

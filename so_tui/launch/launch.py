@@ -124,7 +124,9 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     waits_for: str = ""
     """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
     expected_start: float | None = None
-    """When the scheduler expects to start a queued job, in seconds since the epoch."""
+    """When the scheduler expects to start a queued job, in seconds since the epoch. Like
+    ``waits_for``, it means something only while the job is queued.
+    """
     nodes: str = ""
     end: OutcomeCode | None = None
     """How a job ended that the scheduler ended, or that failed by itself; None where only the run

@@ -226,7 +226,8 @@ def run_to_end(
     samples: list[Sample] = []
     try:
         while True:
-            update = reader.poll()
+            final = reader.state is not None and reader.state.state in FINAL_STATES
+            update = reader.poll()  # the state is read last: what came before it is known next time
             sampled = list(chain.from_iterable(update.samples.values()))
             for record in update.records:
                 report(record)
@@ -234,7 +235,7 @@ def run_to_end(
             samples += sampled
             state = update.state
             new = update.records or sampled
-            if state is not None and state.state in FINAL_STATES and not new:
+            if state is not None and final and not new:
                 break
             if time.monotonic() > deadline:
                 stop(run, grace_s=_GRACE_S)

@@ -278,8 +278,8 @@ def agreement_rows(report: Report) -> list[tuple[str, str, str, str]]:
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
     return [
         (
-            titles[one.key],
-            titles[one.reference],
+            titles.get(one.key, one.key),
+            titles.get(one.reference, one.reference),
             str(len(one.by_step)),
             "" if one.largest is None else f"{100 * one.largest:.3f} %",
         )

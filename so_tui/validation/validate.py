@@ -175,7 +175,7 @@ def _run_parts(
             pace = _pace(report.outcomes)
             report = report.with_outcome(_outcome(measurement, pace, deadline, tell, share))
             write(report)
-        over_s += outcome.estimate_s
+        over_s += measurement.pending.estimate_s
     tell("done", 1.0)
     return report
 
@@ -228,13 +228,13 @@ def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
     gpus = usable_machine(machine).gpus
     parts = [
-        _part(
+        _measurement(
             "machine",
             "the machine, and what is wrong with it",
             5.0,
             partial(_machine, machine, folder),
         ),
-        _part(
+        _measurement(
             "rates",
             "rates of Adam, products and copies",
             60.0 if gpus else 30.0,
@@ -244,11 +244,11 @@ def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
-        parts.append(_part("copies", title, _COPY_S * pairs, partial(_copies, machine)))
+        parts.append(_measurement("copies", title, _COPY_S * pairs, partial(_copies, machine)))
     return parts
 
 
-def _part(key: str, title: str, estimate_s: float, measure: Measure) -> _Measurement:
+def _measurement(key: str, title: str, estimate_s: float, measure: Measure) -> _Measurement:
     return _Measurement(Outcome(key=key, title=title, estimate_s=estimate_s), measure)
 
 
@@ -550,7 +550,7 @@ def _training_measurements(
     """Return the measurements of these parts."""
     usable = usable_machine(machine)
     return [
-        _part(
+        _measurement(
             part.key,
             part.title,
             _estimate_s(usable, shape, part),

@@ -177,6 +177,23 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
     wait_until(lambda: not subprocess.run(left, capture_output=True, check=False).stdout)
 
 
+def test_an_error_of_one_command_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ChildProcessError
+
+    commands = AlertCommand()
+    commands.request(["true"], {}, "", timeout_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.waitid", fail)
+        with pytest.raises(ChildProcessError):
+            commands.tick()
+    commands.request(["touch", str(tmp_path / "ran")], {}, "", timeout_s=60)
+    commands.finish()
+    assert (tmp_path / "ran").exists()
+
+
 def test_command_under_way_is_not_taken_for_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

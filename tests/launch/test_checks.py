@@ -281,6 +281,8 @@ class TestHelpers:
             helper.call_tool("probe", {"lines": [], "code": 7})
         with pytest.raises(helper.ToolError, match="no JSON"):
             helper.call_tool("probe", {"lines": ["Downloading..."]})
+        with pytest.raises(helper.ToolError, match="without an answer"):
+            helper.call_tool("probe", {"lines": []})
 
     def test_requests_do_not_depend_on_the_locale(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONIOENCODING", "ascii")

@@ -240,6 +240,7 @@ def test_wrong_profile_stops_no_plan(cluster: str, capsys: pytest.CaptureFixture
     [
         ("mine", 'title = "x"\nunknown = 1\nclusters = ["ours"]\n', "ours"),
         ("mine", 'clusters = ["ours"]\n', "ours"),
+        ("mine", 'title = "x"\nclusters = [5, "ours"]\n', "ours"),
         (
             "alps",
             "no toml",

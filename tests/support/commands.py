@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -28,7 +28,5 @@ def refusals_of(*argv: str) -> tuple[str, ...]:
 
 def forget_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Slurm asked again which cluster this is, during a test."""
-    for name in ("cluster_name", "_named_cluster"):
-        asked = getattr(client, name)
-        kept = lru_cache(**asked.cache_parameters())
-        monkeypatch.setattr(client, name, kept(asked.__wrapped__))
+    monkeypatch.setattr(client, "_silence", [])
+    monkeypatch.setattr(client, "cluster_name", cache(client.cluster_name.__wrapped__))

@@ -345,8 +345,13 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
 
     read = [at("reading", done) for done in range(0, 1001, 5)]
     written = [at("writing", done) for done in (0, 50, 1000)]
-    told = list(in_steps(iter(["exporting step 5", *read, *written]), 10))
-    assert told[0] == "exporting step 5"
+    again: list[ExportProgress | str] = [at("writing", 1000), "done", at("writing", 1000), "done"]
+    told = list(in_steps(iter(["exporting step 5", *read, *written, *again]), 10))
+    assert [event for event in told if isinstance(event, str)] == [
+        "exporting step 5",
+        "done",
+        "done",
+    ]
     assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [
         *range(0, 1001, 100),
         0,

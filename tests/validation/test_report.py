@@ -25,6 +25,7 @@ from so_tui.validation.report import (
     HIDDEN,
     CopiesFound,
     CopyRates,
+    LossAgreement,
     Outcome,
     TrainingFound,
     _hidden,
@@ -126,6 +127,14 @@ def test_waits_for_the_norm_are_told(clipping: float, engine: str, shown: bool) 
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     (found,) = reports._agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
     assert (found.by_step, found.largest) == ((0.0, None), None)
+
+
+def test_compared_losses_of_a_part_that_is_not_there_are_shown_by_its_key() -> None:
+    """As in a report that was edited."""
+    agreement = (LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
+    report = replace(EMPTY, outcomes=(trained("gpu", (8.0,)),), agreement=agreement)
+    ((title, reference, *_),) = show.agreement_rows(report)
+    assert (title, reference) == ("gone", report.outcomes[0].title)
 
 
 def test_losses_of_many_steps_have_a_figure_of_their_own() -> None:

@@ -17,7 +17,7 @@ from so_tui.spec import SoTuiError
 from so_tui.validation import report as reports
 from so_tui.validation import validate
 from so_tui.validation.report import MachineFound, Report
-from so_tui.validation.validate import _Measurement, _part, _run_parts
+from so_tui.validation.validate import _Measurement, _measurement, _run_parts
 from tests.support.problems import rejected
 
 FOUND = MachineFound(
@@ -55,7 +55,7 @@ def part(
             raise error
         return FOUND
 
-    return _part(key, f"part {key}", estimate_s, measure)
+    return _measurement(key, f"part {key}", estimate_s, measure)
 
 
 def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_part_that_hangs_is_given_up_at_its_limit(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(validate, "OVERRUN_S", 0.1)
     done: list[str] = []
-    found = run_parts([_part("a", "a", 0.05, hang), part("b", 0.1, done)])
+    found = run_parts([_measurement("a", "a", 0.05, hang), part("b", 0.1, done)])
     assert limits == [pytest.approx(0.25)]
     assert states(found) == ["timed-out", "measured"]
     run_parts([part("c", 30.0, done, limits=limits)])
@@ -163,5 +163,5 @@ def test_what_fits_is_judged_by_how_long_earlier_parts_took() -> None:
         time.sleep(0.3)
         return FOUND
 
-    late = [_part("slow", "slow", 0.1, slowly), part("d", 59.8, done)]
+    late = [_measurement("slow", "slow", 0.1, slowly), part("d", 59.8, done)]
     assert states(run_parts(late)) == ["measured", "left-out"]

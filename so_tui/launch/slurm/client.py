@@ -13,9 +13,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -140,6 +141,20 @@ def requeue(job_id: str) -> None:
             raise
 
 
+_AGAIN_S = 60.0
+
+
+class _Silence(NamedTuple):
+    """Why Slurm did not name the cluster, and until when (monotonic) it is not asked again."""
+
+    until: float
+    error: SlurmError
+
+
+_silence: list[_Silence] = []
+"""The newest one; empty before."""
+
+
 @cache
 def cluster_name() -> str:
     """Return the name of the cluster that commands of this host speak to. Once known it is not
@@ -148,10 +163,17 @@ def cluster_name() -> str:
     Raises:
         SlurmError: Slurm does not say; it is asked at most once a minute.
     """
-    answer = _named_cluster(int(time.monotonic() // 60))
-    if isinstance(answer, SlurmError):
-        raise answer
-    return answer
+    if _silence and time.monotonic() < _silence[0].until:
+        raise _silence[0].error
+    try:
+        config = _call(("scontrol", "show", "config"))
+        found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+        if found and (name := found[1].strip()):
+            return name
+        raise SlurmError("Slurm does not say which cluster this is")
+    except SlurmError as error:
+        _silence[:] = [_Silence(time.monotonic() + _AGAIN_S, error)]
+        raise
 
 
 def cluster_here() -> str:
@@ -162,17 +184,6 @@ def cluster_here() -> str:
         return cluster_name()
     except SlurmError:
         return ""
-
-
-@lru_cache(maxsize=1)
-def _named_cluster(_minute: int) -> str | SlurmError:
-    try:
-        config = _call(("scontrol", "show", "config"))
-    except SlurmError as error:
-        return error
-    found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
-    name = found[1].strip() if found else ""
-    return name or SlurmError("Slurm does not say which cluster this is")
 
 
 def _parse_queue(printed: str) -> tuple[Job, ...]:

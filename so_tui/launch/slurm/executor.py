@@ -279,13 +279,14 @@ class SlurmExecutor(Executor):
         site = load_site(site_name(spec.slurm.site))
         here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
         problems = []
-        if site.architecture and not here and site.architecture != nodes.architecture:
+        built_for = site.architecture  # reads the interpreter's file
+        if built_for and not here and built_for != nodes.architecture:
             problems.append(
                 Problem(
                     "foreign-interpreter",
                     "slurm.site",
                     site.interpreter,
-                    f"is built for {site.architecture}, and the nodes of partition "
+                    f"is built for {built_for}, and the nodes of partition "
                     f"{spec.slurm.partition} are {nodes.architecture}",
                     "Install so-tui with its training packages for them, and name that interpreter "
                     "in the site profile (python = ...).",

@@ -27,7 +27,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -232,7 +232,7 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class _Named(Struct):
     """A profile of which only the names of its clusters are known to be right."""
 
-    clusters: tuple[str, ...] = ()
+    clusters: tuple[Any, ...] = ()
 
 
 def _builtin_sites() -> Path:
@@ -318,9 +318,10 @@ def _clusters_of(name: str) -> tuple[str, ...]:
     with contextlib.suppress(OSError):
         content.append(read_own(_user_sites() / f"{name}.toml"))
     named: list[str] = []
-    for text in content:
+    for profile in content:
         with contextlib.suppress(UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
-            named += msgspec.convert(decode_toml(text), _Named).clusters
+            found = msgspec.convert(decode_toml(profile), _Named).clusters
+            named += [cluster for cluster in found if isinstance(cluster, str)]
     return tuple(named)
 
 

@@ -146,7 +146,7 @@ def test_a_job_that_slurm_requeued_itself_is_requeued(
 
 
 def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [960.0]
+    now = [1019.0]
     monkeypatch.setattr("so_tui.launch.slurm.client.time.monotonic", lambda: now[0])
     forget_cluster(monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -162,7 +162,10 @@ def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monke
         "scontrol",
         f"echo asked >> {tmp_path}/asked; echo 'ClusterName             = here'",
     )
-    now[0] += 60
+    now[0] += 59
+    with pytest.raises(SlurmError):
+        client.cluster_name()
+    now[0] += 1
     assert [client.cluster_name() for _ in range(3)] == ["here"] * 3
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 2
 
