@@ -106,8 +106,8 @@ class RunDirectory:
     hostfile_path = _OfAttempt("hostfile.node{number}")
     """The list of nodes that DeepSpeed's launcher reads on a node."""
     restart_path = _OfAttempt("restart.{number}.json")
-    """Which attempt the job of this one makes when the scheduler starts it for so many times
-    again.
+    """Which attempt a job makes when the scheduler starts it again; the number counts the
+    restarts.
     """
 
     def __init__(self, path: Path | str) -> None:

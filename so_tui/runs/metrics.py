@@ -88,6 +88,10 @@ class Events(msgspec.Struct, frozen=True, kw_only=True):
     def phase(self) -> PhaseRecord | None:
         return self.phases[-1] if self.phases else None
 
+    def end_of(self, attempt: int) -> EndRecord | None:
+        """Return the end record of an attempt, or None."""
+        return self.end if self.end is not None and self.end.attempt == attempt else None
+
 
 class _Segment:
     """What was read of a segment, up to ``offset``: every record but the steps, and where steps
@@ -202,7 +206,7 @@ class MetricsReader:
 
     @property
     def events(self) -> Events:
-        """Every record that is no step."""
+        """What is recorded besides steps, as far as it was read."""
         if self._events is None:
             found: defaultdict[type, list[Any]] = defaultdict(list)
             newest = 0

@@ -570,8 +570,7 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
         # Started over: what was saved before no longer counts. After any other resume its record is
         # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
-    end = reader.events.end
-    if end is not None and end.attempt == attempt:
+    if (end := events.end_of(attempt)) is not None:
         # Not every step is logged, and an attempt that was stopped before its first step is back at
         # its checkpoint.
         state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)

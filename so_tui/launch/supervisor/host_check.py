@@ -77,6 +77,8 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
                 f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
             )
             continue
+        if index not in expected:  # the launch was edited by hand
+            continue
         one, other = present[index], expected[index]
         # One of them has no UUID where NVML failed.
         by_uuid = one.uuid and other.uuid
@@ -103,7 +105,7 @@ def _numa_nodes(
         )
     cores = {cpu for rank in binding for cpu in rank.cpus}
     grows = planned.memory_grows or host.memory_grows
-    for node in sorted(used & present.keys()):
+    for node in sorted(used & expected.keys() & present.keys()):
         yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
 
 

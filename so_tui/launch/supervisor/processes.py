@@ -420,14 +420,14 @@ def _parents_first(present: set[int]) -> list[int]:
 
 
 def _entries(pid: int, name: str) -> tuple[str, ...]:
-    """Return the command line or the environment of a process; nothing of another user's, or of one
-    that has just ended.
+    """Return the command line or the environment of a process; empty for another user's, and for
+    one that has just ended.
     """
     try:
         content = Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return ()
-    return tuple(content.decode(errors="surrogateescape").split("\0"))
+    return tuple(os.fsdecode(content).split("\0"))
 
 
 def _environ(pid: int) -> frozenset[str]:

@@ -233,8 +233,7 @@ class Supervisor:
     @property
     def _end(self) -> EndRecord | None:
         """The trainer's end record of this attempt."""
-        end = self._reader.events.end
-        return end if end is not None and end.attempt == self._attempt else None
+        return self._reader.events.end_of(self._attempt)
 
     def _report(self) -> None:
         state = ending.observed(self._state, self._reader)
@@ -384,15 +383,15 @@ def _planned_advice(outcome: Outcome, launch: Launch) -> str:
     """Return the plan's advice for a run that was out of memory; empty for others. The final state
     does not depend on it: without it, the advice is general.
     """
-    from so_tui.plan import remedies  # heavy, and only for a run out of memory
-
-    asked = launch.spec, launch.plan.given_memory
+    of_gpu = outcome.code is OutcomeCode.OUT_OF_GPU_MEMORY
+    of_host = outcome.code in (OutcomeCode.OUT_OF_HOST_MEMORY, OutcomeCode.KILLED_FOR_MEMORY)
+    if not of_gpu and not of_host:
+        return ""
     try:
-        match outcome.code:
-            case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return remedies.less_gpu_memory(*asked)
-            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return remedies.less_host_memory(*asked)
+        from so_tui.plan import remedies  # heavy, and may be gone since the run began
+
+        advice = remedies.less_gpu_memory if of_gpu else remedies.less_host_memory
+        return advice(launch.spec, launch.plan.given_memory)
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
     return ""

@@ -191,20 +191,24 @@ def _amd_sample(gpu: Gpu, files: SystemFiles) -> GpuSample:
     folder = f"/sys/bus/pci/devices/{gpu.pci_bus_id}"
     sensors = next(iter(files.names(f"{folder}/hwmon")), "")
 
-    def sensor(unit: int, *names: str) -> int | None:
-        """Return the first of these values that the GPU has, in so many of its units."""
+    def sensor(*names: str) -> int | None:
+        """Return the first of these values that the GPU has."""
         values = (files.integer(f"{folder}/hwmon/{sensors}/{name}") for name in names)
-        return next((value // unit for value in values if value is not None), None)
+        return next((value for value in values if value is not None), None)
+
+    microwatts = sensor("power1_average", "power1_input")
+    limit_microwatts, hertz = sensor("power1_cap"), sensor("freq1_input")
+    millidegrees = sensor("temp1_input", "temp2_input")
 
     return GpuSample(
         index=gpu.index,
         busy_percent=files.integer(f"{folder}/gpu_busy_percent"),
         memory_used_bytes=files.integer(f"{folder}/mem_info_vram_used"),
         memory_total_bytes=gpu.memory_total_bytes,
-        power_w=_watts(sensor(1000, "power1_average", "power1_input")),
-        power_limit_w=_watts(sensor(1000, "power1_cap")),
-        clock_mhz=sensor(1_000_000, "freq1_input"),
-        temperature_c=sensor(1000, "temp1_input", "temp2_input"),
+        power_w=None if microwatts is None else microwatts / 1e6,
+        power_limit_w=None if limit_microwatts is None else limit_microwatts / 1e6,
+        clock_mhz=None if hertz is None else hertz // 1_000_000,
+        temperature_c=None if millidegrees is None else millidegrees // 1000,
     )
 
 
@@ -286,6 +290,8 @@ class _Traffic:
         support = _ask("nvmlGpmQueryDeviceSupport", handle)
         known = support is not None and support.isSupportedDevice
         self._readings = [_ask("nvmlGpmSampleAlloc") for _ in range(2)] if known else []
+        if None in self._readings:
+            self.close()
         self._started = False
 
     def rates(self) -> dict[str, float]:
@@ -301,7 +307,7 @@ class _Traffic:
         return {} if first else self._between(*self._readings)
 
     def close(self) -> None:
-        for reading in self._readings:
+        for reading in filter(None, self._readings):
             _ask("nvmlGpmSampleFree", reading)
         self._readings = []
 
@@ -389,9 +395,8 @@ class _HighWater:
             # The kernel's counters are approximate, so a mark may even decrease a little.
             highest = max(now.highest, before.highest)
             marks[key] = now._replace(highest=highest)
-            if (
-                highest > before.highest
-            ):  # so large, as far as the kernel says, since the last sample
+            # So large, as far as the kernel says, since the last sample.
+            if highest > before.highest:
                 files, shared = max(before.files, now.files), max(before.shared, now.shared)
                 now = _Mark(highest, highest, files, shared)
             since.append((process, now))
@@ -691,9 +696,9 @@ def oom_kills(root: Path = Path("/")) -> int:
     if counted there, else on the host.
     """
     files = SystemFiles(root)
-    cgroup = _CGROUP.search(files.text("/proc/self/cgroup") or "")
+    cgroup = _CGROUP.search(files.text("/proc/self/cgroup"))
     counts = (
-        _OOM_KILLS.search(files.text(name) or "")
+        _OOM_KILLS.search(files.text(name))
         for name in (
             *([f"/sys/fs/cgroup{cgroup[1]}/memory.events"] if cgroup else []),
             "/proc/vmstat",
