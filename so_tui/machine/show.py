@@ -73,13 +73,12 @@ def tree_of(machine: Machine, *, distances: bool = False) -> RichTree:
     """Return the host as a tree of texts: nodes, cores, memory, GPUs and their own memory nodes."""
     tree = RichTree(_title(machine), guide_style="dim")
     own = {gpu.memory_node for gpu in machine.gpus}
-    branches: dict[int | None, RichTree] = {None: tree}
+    branches: dict[int | None, RichTree] = {}
     for node in machine.cpu_nodes:
         branches[node.id] = tree.add(_node_line(node, machine))
     # Those of no node come after the nodes.
-    for gpu in sorted(machine.gpus, key=lambda gpu: gpu.numa_node is None):
-        if gpu.numa_node in branches:
-            _add_gpu(branches[gpu.numa_node], gpu, machine)
+    for gpu in sorted(machine.gpus, key=lambda gpu: gpu.numa_node not in branches):
+        _add_gpu(branches.get(gpu.numa_node), tree, gpu, machine)
     for node in machine.cpu_nodes if distances else ():
         if node.distances:
             between = " ".join(map(str, node.distances))
@@ -128,7 +127,8 @@ def _node_line(node: NumaNode, machine: Machine) -> Text:
     return line
 
 
-def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
+def _add_gpu(branch: RichTree | None, tree: RichTree, gpu: Gpu, machine: Machine) -> None:
+    """Add a GPU to its node's branch, or to the tree if its node is unknown."""
     facts, apart = [gpu.name, gpu.pci_bus_id], not gpu.shares_memory
     if gpu.memory_total_bytes is not None and apart:
         facts.append(memory_size(gpu.memory_total_bytes))
@@ -141,7 +141,8 @@ def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
     name, described = (f"GPU {gpu.index}", "bold green"), printable_line(" · ".join(facts))
-    leaf = branch.add(Text.assemble(name, "  ", described))
+    unknown = ("", "") if branch else (" · NUMA node unknown", "yellow")
+    leaf = (branch or tree).add(Text.assemble(name, "  ", described, unknown))
     if gpu.memory_node is not None and apart:
         memory = f"  its own memory, {_memory(machine.node(gpu.memory_node))}"
         leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), memory))

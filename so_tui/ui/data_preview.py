@@ -206,8 +206,7 @@ class DataPreviewScreen(ModalScreen[None]):
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
-        lines = map(Content, problems.splitlines())
-        await self._show(Static(line, classes="preview-part") for line in lines)
+        await self._show([Static(Content(problems), classes="preview-part")])
 
     async def _show_preview(self, preview: DataPreview) -> None:
         self._preview = preview

@@ -200,7 +200,7 @@ class AskText(ModalScreen[Answer | None]):
         texts = [entry.value.strip() for entry in self._entries]
         if self._reading or not (texts[0] or self._may_be_empty):
             return
-        if self._slow:
+        if self._slow and texts[0]:
             self._reading = True
             self._say(faint(self._slow.format(texts[0])))
             self._judge_in_thread(texts)

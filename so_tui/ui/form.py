@@ -373,7 +373,7 @@ Direction = Literal[-1, 1]
 
 NUMBERS = ("integer", "number")
 """Types of fields that have next values."""
-_TOLERANCE = 1e-9
+_TOLERANCE = 1e-12
 _STEPS: dict[str, float | Literal["powers of two", "1-2-5"]] = {
     "gpus": 1.0,
     "nodes": 1.0,

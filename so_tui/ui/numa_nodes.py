@@ -161,6 +161,7 @@ def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
         for cpus, positions in zip(
             _equal_parts(group.cpus, count), _equal_parts(group.positions, count), strict=True
         )
+        if cpus  # rounding may give a group more rows than it has cores
     ]
 
 

@@ -180,8 +180,10 @@ def _save(
 ) -> None:
     from so_tui.spec import save_preset
 
+    path = None
     with reporting(app, "The preset", "saved"):
         path = save_preset(spec, name, base=base)
+    if path is not None:
         app.notify(f"Saved as {name} in {path}", markup=False)
         app.reload_presets()
         saved(name)
@@ -199,7 +201,7 @@ def ask_to_delete(app: SharedApp, name: str) -> None:
     def delete() -> None:
         with reporting(app, "The preset", "deleted"):
             delete_preset(name)
-            app.reload_presets()
+        app.reload_presets()
 
     if is_own(app, name):
         lines = [app.presets[name].path, "Runs that were started with it stay."]

@@ -195,20 +195,20 @@ class CurveReader:
 
 
 def _thinned(line: Line, most: int) -> Line:
-    """Return a line with about ``most`` rows, each with the extremes of several."""
+    """Return a line with at most ``most`` rows, each with the extremes of several."""
     several = -(-line.length // most)
     if several <= 1:
         return line
     assert line.steps is not None
-    whole = line.length // several * several
-    values = [line.series.value(row) for row in range(line.length)]
-    series = Series()
-    series.extend(values[:whole], several)
-    series.extend(values[whole:])
-    times, steps = (
-        array("d", [*places[several - 1 : whole : several], *places[whole : line.length]])
-        for places in (line.times, line.steps)
-    )
+    series, times, steps = Series(), array("d"), array("d")
+    for start in range(0, line.length, several):
+        stop = min(line.length, start + several)
+        if (found := line.series.extremes(start, stop)) is None:
+            series.append(math.nan)
+        else:
+            series.append_range(*found)
+        times.append(line.times[stop - 1])
+        steps.append(line.steps[stop - 1])
     return Line(series, len(series), times, steps, line.role)
 
 

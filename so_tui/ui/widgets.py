@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from textual import events
@@ -20,9 +19,6 @@ from textual.widgets import Input
 
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
-
-if TYPE_CHECKING:
-    pass
 
 
 def command_key(

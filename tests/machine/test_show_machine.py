@@ -38,6 +38,16 @@ def test_gpus_are_below_their_node_with_their_own_memory() -> None:
     assert any("28 empty nodes" in line for line in lines)
 
 
+def test_a_gpu_of_no_cpu_node_is_shown_and_marked() -> None:
+    machine = GB200.machine()
+    memory_node = machine.gpus[0].memory_node
+    first = msgspec.structs.replace(machine.gpus[0], numa_node=memory_node)
+    lines = shown(render(msgspec.structs.replace(machine, gpus=(first, *machine.gpus[1:]))))
+    words = " ".join(lines.replace("│", "").split())
+    assert words.count("NVIDIA GB200") == len(machine.gpus)
+    assert words.count("NUMA node unknown") == 1
+
+
 def test_facts_of_a_machine() -> None:
     text = shown(render(QUAD_GH200.machine()))
     for fact in (

@@ -39,6 +39,14 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int)
         assert row.label.endswith(f" {1000 + row.positions[0]} ")
 
 
+def test_a_group_has_no_more_rows_than_cores() -> None:
+    """Shares of rows are rounded, and may come to more for one of equal groups."""
+    groups = _group_cores(tuple(range(18)), frozenset(range(6)), frozenset(range(6, 12)))
+    rows = _heat_rows(groups, 17)
+    assert sum(len(row.positions) for row in rows) == 18
+    assert all(row.positions for row in rows)
+
+
 def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
     groups = _group_cores((0, 1, 2, 3), frozenset({0, 3}), frozenset({1, 2}))
     rows = _heat_rows(groups, 2)

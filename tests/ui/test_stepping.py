@@ -68,6 +68,11 @@ def test_there_is_none_of_what_is_no_number(text: str) -> None:
     assert next_text("train.warmup_ratio", text, -1) is None
 
 
+def test_the_largest_numbers_step_by_one_too() -> None:
+    assert next_text("train.seed", "2000000000", 1) == "2000000001"
+    assert next_text("train.seed", "2000000000", -1) == "1999999999"
+
+
 def in_range(info: FieldInfo, value: float) -> bool:
     above = info.minimum is None or (
         value > info.minimum if info.excludes_minimum else value >= info.minimum

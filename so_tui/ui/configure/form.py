@@ -81,6 +81,9 @@ class _Tick(Checkbox):
     value as a word, since the mark is small.
     """
 
+    BUTTON_INNER = " "
+    """Of a box that begins off: Textual does not watch that value."""
+
     def watch_value(self) -> None:
         self.BUTTON_INNER, self.label = ("X", "yes") if self.value else (" ", "no")
         super().watch_value()
@@ -161,7 +164,8 @@ class FieldRow(Horizontal):
         """What is wrong with the value, in words."""
         self.about = f"{info.description} {info.expected[0].upper()}{info.expected[1:]}."
         """The purpose of the field, and the values that it takes."""
-        self._tip = Content(f"{self.path}: {info.description}")
+        # The length stands for several keys, none of which is its own.
+        self._tip = None if self.path == LENGTH else Content(f"{self.path}: {info.description}")
         super().__init__(id="field-" + self.path.replace(".", "-"))
         self.tooltip = self._tip
 

@@ -492,11 +492,12 @@ class PresetsScreen(FiltersTable):
 
     def action_add(self) -> None:
         """Make a preset of any model, whose shape a helper process reads."""
-        from so_tui.launch.helper_jobs import describe_model
         from so_tui.spec import SoTuiError, create_preset
         from so_tui.ui.dialogs import AskText
 
         def read(model: str, name: str) -> tuple[str, Sequence[str]]:
+            from so_tui.launch.helper_jobs import describe_model  # in the thread: it takes a while
+
             if not model:
                 raise SoTuiError("Type a hub id or a folder first.")
             described = describe_model(model, name=name or None)
