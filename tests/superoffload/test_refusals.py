@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 
@@ -38,13 +39,13 @@ def code_of(call: Callable[[], Any], *said: str) -> str:
         ("seed", [1.5, "0"]),
         ("max_skipped_steps", [-1, 1.5]),
         ("learning_rate", [-1.0, float("nan"), float("inf"), "1e-3", None]),
-        ("beta1", [1.0, -0.1, float("nan")]),
+        ("beta1", [1.0, -0.1, float("nan"), np.float32(1)]),
         ("beta2", [1.0, "0.9"]),
         ("epsilon", [-1e-8, float("inf")]),
-        ("weight_decay", [-0.1, float("nan")]),
+        ("weight_decay", [-0.1, float("nan"), np.float16("inf")]),
         ("adam_cpus", [0, (-1,), ("a",), "01", (0.5,)]),
         ("run_ahead_parameters", [-1, "all"]),
-        ("watchdog_timeout_s", [0, -1.0, float("nan")]),
+        ("watchdog_timeout_s", [0, -1.0, float("nan"), np.float32(0)]),
     ],
 )
 def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: list[Any]) -> None:

@@ -101,7 +101,7 @@ def late_worker(folder: Path) -> None:
     run, late_s = support.spec("superoffload", 1.0, clipping=1.0), 2.0
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
-    metrics = Metrics(run, ranks, Recorder(None, 1, {}), parameters=1000)
+    metrics = Metrics(run, ranks, Recorder(None, 1), parameters=1000)
     counts = StepCounts(
         useful_tokens=32,
         trained_tokens=32,

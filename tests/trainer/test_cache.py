@@ -280,4 +280,4 @@ def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
         "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
     )
     with coded(TrainingError, "cache-not-shared"):
-        session._read_training_data(tiny(), single_rank, Recorder(None, 1, {}))
+        session._read_training_data(tiny(), single_rank, Recorder(None, 1))

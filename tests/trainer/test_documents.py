@@ -121,7 +121,7 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (opened,) = open_sources(spec_of(tmp_path / "rows.parquet").data)
-    first, second = opened.conversations()
+    first, second = opened.conversations(0, len(opened.rows))
     assert (first[0].role, first[0].extra) == ("tools", (("tools", tools),))
     assert dict(first[-1].extra)["tool_calls"] == [{"function": add}]
     assert [message.role for message in second] == ["user", "assistant"]
@@ -134,7 +134,9 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
             ]
         }
         (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
-        assert dict(next(opened.conversations())[-1].extra)["tool_calls"] == [{"function": add}]
+        assert dict(next(opened.conversations(0, len(opened.rows)))[-1].extra)["tool_calls"] == [
+            {"function": add}
+        ]
     assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
 
 
@@ -151,7 +153,7 @@ def test_what_is_null_in_tools_written_as_json_stays(tmp_path: Path) -> None:
     (opened,) = open_sources(
         spec_of(lines(tmp_path, [{"messages": turns, "tools": json.dumps(tools)}])).data
     )
-    said = next(opened.conversations())
+    said = next(opened.conversations(0, len(opened.rows)))
     assert (dict(said[0].extra)["tools"], dict(said[-1].extra)["tool_calls"]) == (tools, call)
 
 

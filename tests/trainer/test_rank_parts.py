@@ -140,7 +140,7 @@ def _step(number: int, loss: float) -> Step:
 
 
 def test_the_first_step_that_was_not_finite_is_named(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1, {}), parameters=1000)
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
         metrics.watch(_step(number, loss))
     with pytest.raises(NonFiniteError) as checked:
@@ -151,7 +151,7 @@ def test_the_first_step_that_was_not_finite_is_named(single_rank: Ranks) -> None
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1, {}), parameters=1000)
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     metrics.watch(_step(1, 2.0))
     with pytest.raises(NonFiniteError, match="gradient norm") as caught:
         metrics.log(_step(1, 2.0), float("nan"), OffloadStats())
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
 
 
 def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1, {}), parameters=1000)
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     clock = StepClock(torch.device("cpu"))
     time.sleep(0.02)
     clock.lap("forward")
@@ -241,7 +241,7 @@ class Held(MetricsWriter):
 def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
     """Records wait, in their order; the end waits for all of them."""
     writer = Held(RunDirectory(tmp_path))
-    recorder = Recorder(writer, 1, {})
+    recorder = Recorder(writer, 1)
     for step in range(1, 6):
         recorder.write(step_record(step))
     assert not records(RunDirectory(tmp_path))
@@ -256,7 +256,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_attempt_is_an_error(tmp_path: Path) -> None:
-    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1, {})
+    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
     recorder.write(PhaseRecord(attempt=2, time=0.0, phase="training", detail=""))
     with pytest.raises(ValueError, match="attempt 2"):
         recorder.flush()
@@ -264,7 +264,7 @@ def test_a_record_of_another_attempt_is_an_error(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk; the error comes from the system."""
-    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1, {})
+    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
     recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="before"))
     recorder.flush()
     written = next(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl")).stat().st_size

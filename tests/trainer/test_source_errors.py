@@ -90,6 +90,12 @@ def nested(opening: str, closing: str, levels: int) -> str:
         ("rows.jsonl", json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable", 1),
         (
             "rows.jsonl",
+            '{"instruction": "a", "output": 1}\n{"instruction": "a", "output": "x"}\n{"instruct',
+            "data-row-not-json",
+            3,
+        ),
+        (
+            "rows.jsonl",
             f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"\n',
             "data-number-too-long",
             1,
@@ -123,6 +129,18 @@ def test_rows_of_a_compressed_file_in_a_folder_are_checked(tmp_path: Path) -> No
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n{DEEP}\n".encode()))
     problem = source_refusal(folder, tmp_path)
     assert (problem.code, problem.value) == ("data-row-too-deep", f"{folder / 'b.jsonl.gz'}, row 2")
+
+
+def test_rows_of_a_linked_folder_are_named_as_it_was_given(tmp_path: Path) -> None:
+    folder = tmp_path / "far" / "away" / "rows"
+    folder.mkdir(parents=True)
+    (folder / "b.jsonl").write_text(f"{GOOD}\n{{\n")
+    (tmp_path / "link").symlink_to(folder)
+    problem = source_refusal(tmp_path / "link", tmp_path)
+    assert (problem.code, problem.value) == (
+        "data-row-not-json",
+        f"{tmp_path / 'link' / 'b.jsonl'}, row 2",
+    )
 
 
 def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ class Fickle:
 def recorded(
     run: RunDirectory, tracker: Fickle, count: int
 ) -> tuple[Recorder, list[MetricRecord], float]:
-    recorder = Recorder(MetricsWriter(run, 1), 1, {"Fickle": tracker.track})
+    recorder = Recorder(MetricsWriter(run, 1), 1)
+    recorder.track({"Fickle": tracker.track})
     began = time.monotonic()
     for number in range(1, count + 1):
         recorder.write(step(number))

@@ -19,7 +19,7 @@ from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
 from so_tui_trainer.hub import stay_offline_when_cut_off
-from so_tui_trainer.recorder import Recorder, trackers_of
+from so_tui_trainer.recorder import Recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,12 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launch.plan.spec.train.deterministic:
         # cuBLAS reads it when it is loaded.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    first = report.rank == 0
-    recorder = Recorder(
-        MetricsWriter(run, given.attempt) if first else None,
-        given.attempt,
-        trackers_of(run, launch.plan.spec) if first else {},
-    )
+    writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
+    recorder = Recorder(writer, given.attempt)
     recorder.phase("loading", "importing torch and DeepSpeed", stage="imports")
 
     from so_tui_trainer.session import Session  # imports them

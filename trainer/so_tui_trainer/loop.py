@@ -105,8 +105,8 @@ class Control:
             raise StoppedEarlyError
 
     def poll(self) -> frozenset[run_state.Action]:
-        """Return what was broadcast after the step before, and broadcast what is requested now. All
-        ranks must call it after every step.
+        """Return what was broadcast after the previous step, and broadcast what is requested
+        now. All ranks must call it after every step.
         """
         self.close()
         received = self._flags.tolist()
@@ -147,7 +147,7 @@ class Control:
         self._saved_at = time.monotonic()
 
     def close(self) -> None:
-        """Wait for the last broadcast, before the process group is destroyed."""
+        """Wait for the last broadcast; also before the process group is destroyed."""
         if self._broadcast is not None:
             self._broadcast.wait()
 

@@ -259,12 +259,10 @@ class Recorder:
     network, can hold up a single line for seconds, and the step that wrote it would wait as long.
     """
 
-    def __init__(
-        self, writer: MetricsWriter | None, attempt: int, trackers: Mapping[str, _Tracker]
-    ) -> None:
-        """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
+    def __init__(self, writer: MetricsWriter | None, attempt: int) -> None:
+        """Write with ``writer``, which is None on all ranks but 0."""
         self._writer = writer
-        self._sidecars = [_Sidecar(name, tracker) for name, tracker in trackers.items()]
+        self._sidecars: list[_Sidecar] = []
         self.hanging = False
         """A tracker did not end: leaving the process the usual way might wait for it for ever."""
         self.attempt = attempt
@@ -277,6 +275,10 @@ class Recorder:
             threading.Thread(
                 target=self._write_pending, args=(writer,), name="records", daemon=True
             ).start()
+
+    def track(self, trackers: Mapping[str, _Tracker]) -> None:
+        """Write later records to trackers, too. Their libraries are imported and log in then."""
+        self._sidecars = [_Sidecar(name, tracker) for name, tracker in trackers.items()]
 
     def write(self, record: MetricRecord) -> None:
         """Write a record, soon. Records that a full disk does not take are lost, and counted in a

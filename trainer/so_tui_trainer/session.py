@@ -57,7 +57,7 @@ from so_tui_trainer.model.kernels import replace_slow_matmuls
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
-from so_tui_trainer.recorder import Recorder
+from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
 
 # Python's garbage collection during training.
@@ -232,6 +232,8 @@ class Session:
         self.spec: RunSpec = self.plan.spec
         self.rank = self.report.rank
         self.attempt = self.recorder.attempt
+        if self.rank == 0:
+            self.recorder.track(trackers_of(self.run, self.spec))
 
     def main(self) -> int:
         """Load, train, save, and write the end record.

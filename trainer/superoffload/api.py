@@ -360,6 +360,7 @@ def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manife
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
         sub_groups=tuple(
-            map(checkpoint.SubGroupRecord.of, states, adapter.sub_group_parameters(engine))
+            checkpoint.SubGroupRecord.of(state, members)
+            for state, members in zip(states, adapter.sub_group_parameters(engine), strict=True)
         ),
     )

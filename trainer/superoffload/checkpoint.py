@@ -334,7 +334,7 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             or list(map(_layout, manifest.sub_groups)) != list(map(_layout, first.sub_groups))
         ):
             raise OffloadError(
-                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes "
+                f"{path} contradicts itself or the other ranks: its ranks, names or sizes "
                 "are impossible.",
                 code="unreadable",
             )

@@ -79,7 +79,10 @@ def _is_own(found: os.stat_result, kind: int) -> bool:
 
 
 def _is_own_file(path: Path) -> bool:
-    return os.path.lexists(path) and _is_own(path.lstat(), stat.S_IFREG)
+    descriptor = _open_own(path)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
 
 
 SOURCE = Path(__file__).with_name("adam.cpp")

@@ -82,7 +82,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (allowed, kind, least, most) in _NUMBERS.items():
             value: Any = getattr(self, name)
-            if not (isinstance(value, kind) and least <= value <= most):
+            # A NumPy scalar would be compared in its own precision, in which a bound may round.
+            number = value.item() if hasattr(value, "item") else value
+            if not (isinstance(value, kind) and least <= number <= most):
                 raise _impossible(name, value, allowed)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:

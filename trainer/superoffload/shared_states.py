@@ -163,7 +163,7 @@ class HostWeights(_SharedMemory):
     they are filled.
 
     Args:
-        numels: Elements of each sub-group.
+        numels: Elements of each sub-group; 0 for those whose states are on the GPU.
         dtype: Type of the weights.
 
     Raises:
@@ -175,9 +175,9 @@ class HostWeights(_SharedMemory):
         self._offsets, size_bytes = region_layout(self._numels, dtype.itemsize)
         super().__init__(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
 
-    def weights(self, slot: int) -> Tensor:
-        """Return the weights of a CPU sub-group, by its position among them."""
-        return self.view(self._offsets[slot], self._numels[slot], self._dtype)
+    def weights(self, index: int) -> Tensor:
+        """Return the weights of a sub-group whose states are in host memory."""
+        return self.view(self._offsets[index], self._numels[index], self._dtype)
 
 
 STATES_MEMORY_NAME = "superoffload-states"

@@ -86,7 +86,7 @@ class Documents(NamedTuple):
     rows: Int64s
     """Number of each document's row in its source, from 1, [documents]."""
     parts: tuple[SourcePart, ...] = ()
-    """The sources in order; empty for one source."""
+    """The sources in order."""
     warnings: tuple[str, ...] = ()
 
     @property

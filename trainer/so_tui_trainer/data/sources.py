@@ -362,11 +362,13 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
     if not columns_file.is_file():
         try:
             return _read_verbatim(source, *what, **options)
-        except datasets.exceptions.DatasetGenerationError:
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
             config = datasets.load_dataset_builder(*what, **options).config
             if type(config).__name__ != "JsonConfig":
                 raise
             columns = _json_columns(chain.from_iterable(config.data_files.values()), source)
+            if isinstance(error, ValueError):  # no row is wrong, and other columns would not help
+                raise
             partial = columns_file.with_suffix(
                 f".{os.getpid()}"
             )  # another run may be writing the same file
@@ -386,6 +388,7 @@ def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
         ValueError: A file that is one list is not JSON; the message names the position.
     """
     folder = _path_of(source)
+    folder = folder.resolve() if folder.is_dir() else folder  # as datasets names files in it
     found: dict[str, None] = {}
     for file in files:
         name = str(Path(source.source) / os.path.relpath(file, folder))
@@ -611,8 +614,9 @@ class Opened(NamedTuple):
     """The layout of most rows."""
     warnings: tuple[str, ...] = ()
 
-    def conversations(self, first: int = 0, last: int | None = None) -> Iterator[Conversation]:
-        """Yield rows ``first`` to ``last`` (exclusive) in order; they are read together.
+    def conversations(self, first: int, last: int) -> Iterator[Conversation]:
+        """Yield rows ``first`` to ``last`` (exclusive) in order. They are read together, so
+        ask for few.
 
         Raises:
             InputError: Names the first row that cannot be read.

@@ -25,7 +25,7 @@ import superoffload
 from so_tui.folders import cache_home
 from so_tui.spec import ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
-from so_tui.units import plural
+from so_tui.units import plural, thousands
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
 
@@ -272,7 +272,7 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str,
 
 
 def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    more = f" and {thousands(len(names) - _NAMED)} more" if len(names) > _NAMED else ""
     return f"{plural(len(names), 'tensor')} ({', '.join(names[:_NAMED])}{more})"
 
 

@@ -428,9 +428,12 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 'Settings(states="fp32").',
                 code="compact-moments",
             )
-        kinds = (None, "exp_avg", "exp_avg_sq")
-        tensors = dict(zip(kinds, self.core.state(index).tensors(), strict=True))
-        return tensors[optim_state_key][slice(*group.span(member))], index
+        state, shard = self.core.state(index), slice(*group.span(member))
+        if optim_state_key is None:
+            return state.master_weights[shard], index
+        assert state.moments is not None
+        moments = dict(zip(("exp_avg", "exp_avg_sq"), state.moments(), strict=True))
+        return moments[optim_state_key][shard], index
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         raise OffloadError(
