@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +73,13 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
             continue
         given = str(given_gpus(value)) if option == "gpus" else value
         info = field_index()[key]
-        if parse_value(changes.setdefault(key, given), info) != parse_value(given, info):
+        set_to = changes.get(key, given)
+        if set_to != given and parse_value(set_to, info) != parse_value(given, info):
             raise reject(
                 "contradicting-options",
                 f"--{option}",
                 value,
-                f"contradicts --set {key}={changes[key]}",
+                f"contradicts --set {key}={set_to}",
                 "Give only one of the two.",
             )
         changes[key] = given
@@ -199,7 +200,7 @@ def print_json(value: object) -> None:
     )  # DEL is ASCII
 
 
-def plain_table(*headings: str, right: Iterable[str] = ()) -> Table:
+def plain_table(*headings: str, right: Collection[str] = ()) -> Table:
     """Return a table without lines; columns wrap, and those in ``right`` are aligned there."""
     from rich.table import Table
 

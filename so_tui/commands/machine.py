@@ -127,11 +127,11 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
         )
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if sysroot is None:
-        _remember_for_plans(arguments, machine)
+        _remember_for_plans(machine)
     return machine
 
 
-def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None:
+def _remember_for_plans(machine: Machine) -> None:
     """On a node of a Slurm job, keep the machine for plans of its partition."""
     if (
         "SLURMD_NODENAME" not in os.environ

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.commands.common import plain_table, print_json, print_rich
 from so_tui.folders import settings_file
@@ -45,7 +46,10 @@ def settings(arguments: argparse.Namespace) -> int:
             f"{nearest(key, tuple(known))}`so-tui settings` lists them all.",
         )
     if equals:
-        change_settings({key: parse_value(text, known[key]) if text else None})
+        info = known[key]
+        if key == "alerts.command":  # commas belong to its arguments
+            info = replace(info, takes_list=False)
+        change_settings({key: parse_value(text, info) if text else None})
     loaded = load_settings()
     for problem in loaded.problems:
         print(f"so-tui: {problem}", file=sys.stderr)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -229,7 +229,8 @@ def _started() -> Iterator[_Asker]:
     try:
         yield _Asker(pynvml)
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):  # what was answered counts
+            pynvml.nvmlShutdown()
 
 
 def _query_nvml() -> _NvmlAnswer:
@@ -340,6 +341,7 @@ _PRODUCTS = {
     0x74A1: ("AMD Instinct MI300X", 0),
 }
 _NAMELESS_AMD = "AMD GPU ["
+"""How ``_pci_gpu`` names a GPU of AMD's without a product name."""
 ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that hide AMD's GPUs; of NVIDIA's only the last does."""
 
@@ -451,7 +453,7 @@ def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
     device = files.integer(f"{folder}/device") or 0
     node = files.integer(f"{folder}/numa_node")
     driver = files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information")
-    model = re.search(r"^Model:\s*(.+)", driver, re.MULTILINE)
+    model = re.search(r"^Model:[ \t]*(\S.*)", driver, re.MULTILINE)
     known, _ = _PRODUCTS.get(device, (f"{vendor.upper()} GPU [{device:04x}]", 0))
     return Gpu(
         index=0,

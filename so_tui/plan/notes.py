@@ -399,8 +399,6 @@ class MemoryAdvice(Fact, frozen=True):
 def _changed(changes: Sequence[Change]) -> str:
     """Return ``train.micro_batch 4 -> 2 with train.gradient_accumulation 2``."""
     first, *others = changes
-    if first.key == "train.gradient_accumulation":
-        return f"{first.key} {first.after}"
     if first.key == "offload.mode":
         ratio = next(change.after for change in others if change.key == "offload.ratio")
         return f"{first.key} {first.before} -> {first.after} at offload.ratio {ratio:g}"
@@ -821,11 +819,13 @@ class WeightsOnHost(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        hidden = (self.fetched_s or 0.0) < (self.pass_s or 0.0)
+        fetched_s, pass_s = self.fetched_s, self.pass_s
+        hides = fetched_s is not None and pass_s is not None and fetched_s < pass_s
+        hidden = ", which hides it" if hides else ""
         return self.say(
             "weights are in host memory: {bytes:memory} a rank[. Copying them takes "
-            "{fetched_s:duration} of the {pass_s:duration} of each pass]"
-        ) + (", which hides it" if hidden else "")
+            f"{{fetched_s:duration}} of the {{pass_s:duration}} of each pass{hidden}]"
+        )
 
 
 class AttentionFallsBack(Fact, frozen=True):

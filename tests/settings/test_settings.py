@@ -164,3 +164,9 @@ def test_command_shows_and_changes(
 def test_command_takes_a_list_as_set_does() -> None:
     assert main(["settings", "alerts.on=ended,failed"]) == 0
     assert load_settings().settings.alerts.on == ("ended", "failed")
+
+
+def test_commas_of_an_alert_command_divide_nothing() -> None:
+    assert main(["settings", "alerts.command=notify-send -u low so-tui, done"]) == 2
+    assert main(["settings", 'alerts.command=["notify", "a, b"]']) == 0
+    assert load_settings().settings.alerts.command == ("notify", "a, b")
