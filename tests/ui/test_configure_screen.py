@@ -108,9 +108,6 @@ async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -
         await ui.press("space")
         await ui.until(lambda: "1 change" in ui.shown("#form-title"))
         assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
-        ui.find("#field-train-deterministic", FieldRow).focus_control()
-        await ui.until(lambda: "deterministic" in ui.text())
-        assert ("X", "no") not in re.findall("▐(.)▌ +(yes|no)", ui.text())
 
 
 async def test_edits_survive_screens_and_become_a_preset(runs_dir: Path, tmp_path: Path) -> None:

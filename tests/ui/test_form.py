@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App, ComposeResult
 from textual.css.stylesheet import Stylesheet
 from textual.dom import DOMNode
 from textual.widget import Widget
@@ -15,7 +16,7 @@ from textual.widgets import Input, Select, Static
 
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
-from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper
+from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
 from so_tui.ui.configure.plan_pane import WhatIf, _figures
 from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Strip, problem_text, strips_for
@@ -32,6 +33,21 @@ def focused_row(ui: Driver) -> str:
 
 def reached(ui: Driver, path: str) -> bool:
     return focused_row(ui) == path
+
+
+class Boxes(App[None]):
+    """One box that begins off, and one that begins on."""
+
+    def compose(self) -> ComposeResult:
+        yield _Tick("no", False, compact=True)
+        yield _Tick("yes", True, compact=True)
+
+
+async def test_a_box_has_a_mark_only_while_it_is_on() -> None:
+    async with Boxes().run_test() as pilot:
+        await pilot.pause()
+        lines = [strip.text for strip in pilot.app.screen._compositor.render_strips(pilot.app.size)]
+        assert re.findall("▐(.)▌ +(yes|no)", "\n".join(lines)) == [(" ", "no"), ("X", "yes")]
 
 
 async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Path) -> None:
