@@ -8,7 +8,9 @@ import random
 import re
 import time
 from array import array
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +31,15 @@ from so_tui.ui.charts.canvas import (
     time_values,
 )
 from so_tui.ui.charts.chart import _arranged, _Figure
-from so_tui.ui.charts.drawing import Mark, axis_row, cells_in, gutter_text, plot_rows, x_text
+from so_tui.ui.charts.drawing import (
+    GUTTER,
+    Mark,
+    axis_row,
+    cells_in,
+    gutter_text,
+    plot_rows,
+    x_text,
+)
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark, _thinned
 from so_tui.ui.text import GlyphName
@@ -37,14 +47,13 @@ from so_tui.ui.textual_fixes import _changed_parts
 from so_tui.units import significant
 
 
-def line_of(values: list[float]) -> tuple[Line, Axis]:
+def line_of(values: Iterable[float]) -> tuple[Line, Axis]:
     series, steps = Series(), array("d")
     for step, value in enumerate(values, 1):
         series.append(value)
         steps.append(float(step))
-    return Line(series, len(series), steps, steps, "main"), Axis(
-        "step", 1.0, float(max(2, len(values)))
-    )
+    axis = Axis("step", 1.0, float(max(2, len(steps))))
+    return Line(series, len(series), steps, steps, "main"), axis
 
 
 def axis_text(axis: Axis, width: int, *marks: Mark) -> str:
@@ -79,22 +88,16 @@ def test_a_range_of_a_million_values_is_read_through_its_pyramid() -> None:
 
 
 def test_not_a_number_is_a_gap_and_not_a_bridge() -> None:
-    values = [1.0] * 10 + [math.nan] * 10 + [1.0] * 10
-    row = drawn(values, 15, 1)[0]
+    (row,) = drawn([1.0] * 10 + [math.nan] * 10 + [1.0] * 10, 15, 1)
     assert "\u2800" not in row
-    assert row[:4].strip()
-    assert row[6:9] == "   "
-    assert row[-4:].strip()
-    assert drawn([1.0, 1.0, math.inf, 1.0, 1.0], 10, 1)[0].count(" ") >= 1
+    assert [bool(row[column].strip()) for column in (0, 6, 7, 8, -1)] == [True, *[False] * 3, True]
+    assert " " in drawn([1.0, 1.0, math.inf, 1.0, 1.0], 10, 1)[0]
 
 
 def test_few_points_are_joined_by_a_line() -> None:
     rows = drawn([0.0, 10.0], 10, 4)
     assert all(row.strip() for row in rows)
-    columns = ["".join(row[column] for row in rows) for column in range(10)]
-    assert all(column.strip() for column in columns), (
-        "no column may be empty between two joined points"
-    )
+    assert all("".join(column).strip() for column in zip(*rows, strict=True))
 
 
 def test_log_scale_gives_equal_ratios_equal_heights() -> None:
@@ -135,36 +138,21 @@ def test_later_layers_take_the_cell() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None:
-    at = array("d", range(40))
-
-    def load(percent: float, role: str) -> Line:
-        series = Series()
-        for _ in at:
-            series.append(percent)
-        return Line(series, len(series), at, None, role)
-
-    colours = {"band": "red", "main": "blue", "gpu": "green"}
-    roles = {role: Style(color=colour) for role, colour in colours.items()} | {"empty": Style()}
-    lines = (load(80, "band"), load(80, "main"), load(100, "gpu"))
-    place = Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles
+    roles = {
+        role: Style(color=colour)
+        for role, colour in {"band": "red", "main": "blue", "gpu": "green"}.items()
+    } | {"empty": Style()}
+    lines = [
+        replace(line_of([percent] * 40)[0], role=role)
+        for percent, role in ((80, "band"), (80, "main"), (100, "gpu"))
+    ]
+    place = Axis("time", 1, 40), Scale(0, 100), (20, rows), GLYPHS["braille"], roles
     drawn, _ = plot_rows(lines, *place)
-    cells = [(character, segment.style) for segment in drawn[0] for character in segment.text]
     alone = plot_rows(lines[:2], *place)[0][0]
     dots = ord(alone[0].text[0]) - 0x2800
-    assert all((ord(character) - 0x2800) & dots == dots for character, _ in cells)
-    assert {style for _, style in cells} == {roles["main"], roles["gpu"]}
-
-
-@pytest.mark.parametrize("portion", [1, 3, 8])
-def test_a_mean_is_that_of_the_finite_values_of_the_last_steps(portion: int) -> None:
-    mean, seen = _TrailingMean(3), list[float]()
-    values = [1.0, 2.0, math.nan, 6.0, math.inf, math.nan, math.nan, 5.0]
-    for first in range(0, 8, portion):
-        part = values[first : first + portion]
-        seen += mean.extend(range(first, first + len(part)), part)
-    assert seen[:6] == [1.0, 1.5, 1.5, 4.0, 6.0, 6.0]
-    assert math.isnan(seen[6])
-    assert seen[7] == 5.0
+    for segment in drawn[0]:
+        assert all((ord(character) - 0x2800) & dots == dots for character in segment.text)
+    assert {segment.style for segment in drawn[0]} == {roles["main"], roles["gpu"]}
 
 
 def test_a_mean_after_a_spike_is_exact() -> None:
@@ -211,60 +199,38 @@ def test_round_values() -> None:
     for low, high, most in ((0.0, 1e-9, 3), (1e6, 1.1e6, 4), (-3.0, 5.0, 2)):
         values = round_values(low, high, most)
         assert 1 <= len(values) <= most
-        assert all(low - 1e-12 <= value <= high + 1e-12 for value in values)
+        assert low - 1e-12 <= min(values) <= max(values) <= high + 1e-12
 
 
 def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
-    steps, times = array("d", [10.0, 20.0]), array("d", [100.0, 200.0])
-    axis = Axis("step", 10.0, 20.0, 0.0, steps, times, 2)
+    axis = Axis("step", 10.0, 20.0, 0.0, array("d", [10.0, 20.0]), array("d", [100.0, 200.0]), 2)
     assert axis.time_of(15.0) == 150.0
-    series, at = Series(), array("d")
-    for second in range(50, 251, 10):
-        series.append(float(second))
-        at.append(float(second))
-    line = Line(series, len(series), at, None, "main")
-    found, _ = spans(line, axis, 2)
-    assert found == [(100.0, 140.0), (150.0, 200.0)], (
-        "what lies before and after the steps is not squeezed in"
-    )
+    line, _ = line_of(range(50, 251, 10))
+    line = replace(line, steps=None, times=array("d", range(50, 251, 10)))
+    # Samples before and after the steps are not squeezed in.
+    assert spans(line, axis, 2)[0] == [(100.0, 140.0), (150.0, 200.0)]
 
 
 def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     axis = Axis("step", 0.0, 1000.0)
     plain, marked = axis_text(axis, 60), axis_text(axis, 60, Mark(500.0, 0.0, "◆", "mark"))
-    assert len(plain) == 60
-    assert " 500 " in plain
-    assert "◆" in marked
-    assert "500" not in marked
+    assert (len(plain), " 500 " in plain, "◆" in marked, "500" in marked) == (60, True, True, False)
     assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
     assert x_text(axis, 1240.4) == "1,240"
 
 
-@pytest.mark.parametrize(
-    "lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000]
-)
+@pytest.mark.parametrize("lasted_s", [8, 90, 610, 5400, 90_000, 3_000_000])
 @pytest.mark.parametrize("width", [29, 47, 110])
 def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:
-
     for deep_s in (0.0, 12 * 86_400.0 + 7000):
         axis = Axis("time", 1e9 + deep_s, 1e9 + deep_s + lasted_s, 1e9)
         for share in (0.5, 0.667, 0.9):
-            at = axis.low + share * lasted_s
-            row = axis_text(axis, width, Mark(0.0, at, "◆", "mark"))
+            row = axis_text(axis, width, Mark(0.0, axis.low + share * lasted_s, "◆", "mark"))
             assert len(row) == width
-            named = [
-                words.strip() for words in re.split("[─◆]+", row) if re.search(r"\d [dhms]", words)
-            ]
+            words = [word.strip() for word in re.split("[─◆]+", row)]
+            named = [word for word in words if re.search(r"\d [dhms]", word)]
             assert len(set(named)) == len(named), row
             assert len(named) >= 2 or deep_s, row
-
-
-def test_gutter_names_no_two_rows_that_touch() -> None:
-    texts = gutter_text(Scale(0, 450), 9, lambda value: f"{value:.0f}")
-    named = [index for index, text in enumerate(texts) if text.strip()]
-    assert all(len(text) == 7 for text in texts)
-    assert len(named) >= 2
-    assert min(second - first for first, second in itertools.pairwise(named)) > 1
 
 
 def test_hundreds_of_marks_leave_the_axis_its_labels() -> None:
@@ -279,39 +245,28 @@ def test_hundreds_of_marks_leave_the_axis_its_labels() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
     chance = random.Random(seed)
-    styles = [Style(color=name) for name in ("red", "green")]
 
-    def row(like: Strip | None = None) -> Strip:
-        texts = (
-            [segment.text for segment in like]
-            if like is not None
-            else ["".join(chance.choices("ab█⣿", k=5)) for _ in range(4)]
-        )
-        if like is not None:
-            at = chance.randrange(len(texts))
-            texts[at] = "".join(
-                chance.choice("ab█⣿") if chance.random() < 0.3 else character
-                for character in texts[at]
-            )
-        return Strip([Segment(text, chance.choice(styles)) for text in texts])
+    def row() -> list[str]:
+        return chance.choices("abAB█", k=9)  # capitals are bold
 
-    before = [row() for _ in range(5)]
-    after = [row(strip) if chance.random() < 0.7 else strip for strip in before]
-    parts = _changed_parts(before, after, 20)
-    assert sum(part.area for part in parts) < 100
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        cells = [(cell.text, cell.style) for cell in _cells(old)]
-        for part in parts:
-            if part.y == number:
-                cells[part.x : part.right] = [
-                    (cell.text, cell.style) for cell in _cells(new)[part.x : part.right]
-                ]
-        assert cells == [(cell.text, cell.style) for cell in _cells(new)]
-    assert _changed_parts(before, before[1:], 20) == [Region(0, 0, 20, 5)]
+    before = [row() for _ in range(8)]
+    after = [chance.choice((old, row(), old[:4] + row()[:2] + old[6:])) for old in before]
+    parts = {part.y: part for part in _changed_parts(strips(before), strips(after), 9)}
+    assert list(parts) == [y for y in range(8) if before[y] != after[y]]
+    for y, part in parts.items():
+        assert part.height == 1
+        assert before[y][: part.x] == after[y][: part.x]
+        assert before[y][part.right :] == after[y][part.right :]
+    assert _changed_parts(strips(before), strips(before[1:]), 9) == [Region(0, 0, 9, 8)]
+    (middle,) = _changed_parts(strips(["ab██ab"]), strips(["aba█ab"]), 6)
+    assert middle == Region(2, 0, 1, 1)
 
 
-def _cells(strip: Strip) -> list[Segment]:
-    return [Segment(character, segment.style) for segment in strip for character in segment.text]
+def strips(rows: Iterable[Iterable[str]]) -> list[Strip]:
+    return [
+        Strip([Segment(text, Style(bold=text.isupper())) for text in row]).simplify()
+        for row in rows
+    ]
 
 
 @settings(deadline=None)
@@ -323,10 +278,10 @@ def _cells(strip: Strip) -> list[Segment]:
     height=st.integers(3, 20),
 )
 def test_no_figure_of_a_heading_is_cut(
-    figures: list[tuple[int, str]], room: int, height: int
+    figures: list[tuple[int, Any]], room: int, height: int
 ) -> None:
     made = [
-        _Figure([(f"{index}".rjust(cells), "note")], cast("Any", kind))
+        _Figure([(f"{index}".rjust(cells), "note")], kind)
         for index, (cells, kind) in enumerate(figures)
     ]
     heading = _arranged([("loss", "title")], made, room, height)
@@ -336,42 +291,22 @@ def test_no_figure_of_a_heading_is_cut(
     assert all(piece in whole for piece in (*heading.beside, *heading.below))
 
 
-EXTREMES = (
-    0.0,
-    5e-324,
-    1e-310,
-    1e-45,
-    1.0,
-    1.0000000000000002,
-    1e16,
-    1e16 + 2,
-    3.4e38,
-    1.7e308,
-    1.79e308,
-    -5e-324,
-    -1.0,
-    -1.79e308,
-)
-
-
 @pytest.mark.parametrize("ceiling", [None, 1.0])
 @pytest.mark.parametrize("robust", [False, True])
 @pytest.mark.parametrize("log", [False, True])
 def test_extreme_floats_are_drawn(log: bool, robust: bool, ceiling: float | None) -> None:
     """A record may hold any value: it is another user's, or training has diverged."""
-    for low, high in itertools.combinations_with_replacement(sorted(EXTREMES), 2):
+    positive = (5e-324, 1e-310, 1e-45, 1.0, 1.0 + 2**-52, 1e16, 1e16 + 2, 1.7e308, 1.79e308)
+    extremes = (-1.79e308, -1.0, -5e-324, 0.0, *positive)
+    for low, high in itertools.combinations_with_replacement(extremes, 2):
         found = [(low, low), (low, high), (high, high)]
         scale = fit_scale([found], log=log, robust=robust, ceiling=ceiling)
         assert scale.low < scale.high
         canvas = Canvas(10, 8, GLYPHS["braille"])
         canvas.draw(found, [], scale, 0)
-        assert log or all(
-            0 <= row < canvas.dots
-            for pair in scale.heights(found, canvas.dots)
-            if pair is not None
-            for row in pair
-        )
-        assert all(len(text) == 7 for text in gutter_text(scale, 8, significant))
+        heights = [pair for pair in scale.heights(found, canvas.dots) if pair is not None]
+        assert log or all(0 <= row < canvas.dots for pair in heights for row in pair)
+        assert all(len(text) == GUTTER for text in gutter_text(scale, 8, significant))
 
 
 def test_nearly_equal_values_have_a_log_scale() -> None:
@@ -381,12 +316,13 @@ def test_nearly_equal_values_have_a_log_scale() -> None:
         assert 0 < scale.height(value, 100) < 99  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("top", [0.0011, 4.5e5, 1.2e6, 3e9, 2e20])
+@pytest.mark.parametrize("top", [0.0011, 450, 4.5e5, 1.2e6, 3e9, 2e20])
 def test_labels_are_the_values_where_they_stand(top: float) -> None:
     scale = Scale(0.0, top)
     texts = gutter_text(scale, 30, significant)
     named = {29 - row: text.strip() for row, text in enumerate(texts) if text.strip()}
     assert len(named) >= 4
+    assert min(first - second for first, second in itertools.pairwise(named)) > 1, "none touch"
     for row, text in named.items():
         value = float(text.replace(",", "").replace("k", "e3").replace("M", "e6"))
         assert abs(value / top * 29 - row) <= 0.51, text
