@@ -125,6 +125,12 @@ class Driver:
     def key_line(self) -> str:
         return self.lines()[-1]
 
+    @property
+    def dialog_title(self) -> str:
+        """The title of the dialog on the screen; empty without one, or before it has lines."""
+        titles = self.screen.query(".dialog-title").results(Static)
+        return "".join(str(title.content) for title in titles)
+
     def notes(self) -> list[str]:
         """Return the notifications so far."""
         return [note.message for note in self.app._notifications]

@@ -344,11 +344,3 @@ def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:
     assert logarithmic.log
     assert logarithmic.high < 2
     assert fit_scale([[(1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 50.0)]], robust=True).high < 2
-
-
-def test_a_range_stays_within_the_run_and_wide_enough() -> None:
-    view = View()
-    assert view.ranged(-5, 30, (0, 100)).window == (0, 30)
-    low, high = view.ranged(50, 50.5, (0, 100)).window or (0, 0)
-    assert high - low == 4
-    assert view.ranged(90, 300, (0, 100)).tail

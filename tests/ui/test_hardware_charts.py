@@ -44,20 +44,17 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
         )
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
-    lines = sampled_lines(BY_KEY["gpu-power"], sampled)
-    assert [(line.role, name, line.series.value(3)) for line, name in lines] == [
-        ("limit", "limit", 700.0),
-        ("gpu", ".", 650.0),
-    ]
-    ((busy, _),) = sampled_lines(BY_KEY["gpu-busy"], sampled)
-    assert [busy.series.value(at) for at in range(4)] == [90, 91, 92, 93]
-    memory = sampled_lines(BY_KEY["gpu-used"], sampled)
-    assert [(line.role, line.series.value(3)) for line, _ in memory] == [
+
+    def newest(key: str) -> list[tuple[str, str, float]]:
+        lines = sampled_lines(BY_KEY[key], sampled)
+        return [(line.role, name, line.series.value(3)) for line, name in lines]
+
+    assert newest("gpu-power") == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
+    assert [found[::2] for found in newest("gpu-used")] == [
         ("limit", 95 << 30),
         ("memory", 5 << 30),
     ]
-    ((clock, _),) = sampled_lines(BY_KEY["gpu-clock"], sampled)
-    assert clock.series.value(3) == 1003
+    assert [found[2] for key in ("gpu-busy", "gpu-clock") for found in newest(key)] == [93, 1003]
     (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
     assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [
         None,
@@ -66,33 +63,23 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
         None,
     ]
     assert sampled["node.file_cache_bytes"][0].series.value(0) == 2
-    assert sampled["host.foreign_cores"][0].series.value(0) == 1.0, (
-        "one and a half cores are busy, half a core with the run"
-    )
+    foreign = sampled["host.foreign_cores"][0].series.value(0)
+    assert foreign == 1.0, "one and a half cores are busy, half a core with the run"
     assert sampled["gpu.module_power_w"][0].series.extremes(0, 4) is None
 
 
 def test_several_gpus_have_a_line_and_a_colour_each() -> None:
     store = LoadStore()
-    store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"))
-    store.append(
-        "here",
-        one_sample(0, *(GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9 * at) for at in range(3))),
-    )
+    store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s", "gpu.power_w"))
+    gpus = [GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9, power_w=500.0) for at in range(2)]
+    store.append("n1", one_sample(0, *gpus))
     lines = sampled_lines(BY_KEY["c2c"], store.sampled())
-    assert [name for _, name in lines] == ["to GPU: GPU 0", "1", "2", "to host: GPU 0", "1", "2"]
-    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 7)], (
-        "both directions of a GPU differ, too"
-    )
-
-
-def test_gpus_of_several_hosts_are_named_with_their_host() -> None:
-    store = LoadStore()
-    store.want(("gpu.power_w",))
-    for host in ("n1", "n2"):
-        store.append(host, one_sample(0, GpuSample(index=0, power_w=500.0)))
+    assert [name for _, name in lines] == ["to GPU: GPU 0", "1", "to host: GPU 0", "1"]
+    # Both directions of a GPU differ, too.
+    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 5)]
+    store.append("n2", one_sample(0, *gpus[:1]))
     lines = sampled_lines(BY_KEY["gpu-power"], store.sampled())
-    assert [name for _, name in lines] == ["GPU n1 0", "n2 0"]
+    assert [name for _, name in lines] == ["GPU n1 0", "n1 1", "n2 0"]
 
 
 def test_only_what_a_machine_reports_is_offered() -> None:
@@ -102,11 +89,9 @@ def test_only_what_a_machine_reports_is_offered() -> None:
     store.append("here", shown := one_sample(0, gpu))
     on_pcie = hardware_keys(store.view({"here": shown}, {}).gpus)
     assert on_pcie[:3] == ("gpu-busy", "gpu-power", "pcie")
-    assert all(
-        sampled_value(metric.limit, GpuSample(index=0)) is None
-        for metric in HARDWARE
-        if metric.limit.startswith("gpu.")
-    )
+    for metric in HARDWARE:
+        if metric.limit.startswith("gpu."):
+            assert sampled_value(metric.limit, GpuSample(index=0)) is None
 
 
 def test_a_screen_open_for_weeks_has_few_rows(
@@ -132,15 +117,3 @@ def test_a_screen_open_for_weeks_has_few_rows(
     assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
     assert memory.times[memory.length - 1] == 1e9 + 999
     writer.close()
-
-
-def test_numbers_of_samples_are_named_after_their_fields() -> None:
-    gpu, sample_of_host = GpuSample(index=0, clock_mhz=1, throttling=("heat",)), one_sample(0)
-    parts: dict[str, GpuSample | NodeSample | Sample] = {
-        "gpu": gpu,
-        "node": sample_of_host.nodes[0],
-        "host": sample_of_host,
-    }
-    for name in set(EVERY_NAME) - {"node.busy_percent"}:
-        value = sampled_value(name, parts[name.partition(".")[0]])
-        assert value is None or value > 0

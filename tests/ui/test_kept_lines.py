@@ -1,3 +1,5 @@
+"""Widgets keep their drawn lines until something about them changes."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,12 +12,7 @@ from so_tui.ui.textual_fixes import CachedLinesMixin, KeptVertical
 
 
 class Box(Static, CachedLinesMixin):
-    """Some text in some colours."""
-
-    DEFAULT_CSS = """
-    Box { height: 3; color: $accent; }
-    Box.-marked { color: $error; }
-    """
+    DEFAULT_CSS = "Box { height: 3; color: $accent; &.-marked { color: $error; } }"
 
 
 class Boxes(App[None]):
@@ -24,16 +21,6 @@ class Boxes(App[None]):
     def compose(self) -> ComposeResult:
         with KeptVertical(id="outer"):
             yield Box("one")
-
-
-def lines(app: Boxes) -> list[list[tuple[str, str]]]:
-    """Return texts and styles of the lines of both widgets."""
-    strips = [
-        strip
-        for widget in (app.query_one("#outer", KeptVertical), app.query_one(Box))
-        for strip in widget.render_lines(widget.size.region)
-    ]
-    return [[(segment.text, str(segment.style)) for segment in strip] for strip in strips]
 
 
 CHANGES: dict[str, Callable[[Boxes], object]] = {
@@ -52,14 +39,21 @@ async def test_lines_are_kept_until_they_change(change: Callable[[Boxes], object
     app = Boxes()
     async with app.run_test(size=(60, 20)) as pilot:
         await pilot.pause()
-        box = app.query_one(Box)
-        kept = box.render_lines(box.size.region)
-        assert box.render_lines(box.size.region) is kept
-        before = lines(app)
+        outer, box = app.query_one("#outer", KeptVertical), app.query_one(Box)
+
+        def lines() -> list[object]:
+            strips = [
+                *outer.render_lines(outer.size.region),
+                *box.render_lines(box.size.region),
+            ]
+            return [(text, str(style)) for strip in strips for text, style, _ in strip]
+
+        assert box.render_lines(box.size.region) is box.render_lines(box.size.region)
+        before = lines()
         change(app)
         await pilot.pause()
-        after = lines(app)
+        after = lines()
         assert after != before
-        for widget in (app.query_one("#outer", KeptVertical), box):
-            widget.refresh()
-        assert lines(app) == after, "nothing of it is out of date"
+        outer.refresh()
+        box.refresh()
+        assert lines() == after, "nothing of it is out of date"

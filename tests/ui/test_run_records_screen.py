@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.text import Text
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Input
 
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.settings_file import load_settings
@@ -54,37 +54,46 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         assert "paper a" in ui.text()
         await ui.until(lambda: "too short" in ui.shown("#facts"))
         await ui.press("space", "down", "space", "down", "space", "equals_sign")
-        await ui.until(
-            lambda: any(
-                "3 runs: " in str(title.content)
-                for title in ui.screen.query(".dialog-title").results(Static)
-            )
-        )
+        await ui.until(lambda: "3 runs: " in ui.dialog_title)
         await ui.until(lambda: "tokens/s" in ui.text())
 
 
 async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
     async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: names(ui) == ["one"] and ui.screen._curves)  # type: ignore[attr-defined]
-        for file in ("steps.csv", "loss.svg"):
+
+        async def export(file: str) -> None:
             await ui.press("E")
             await ui.until(lambda: isinstance(ui.app.focused, Input))
             await ui.type_text(str(tmp_path / file), replace=True)
             await ui.press("enter")
-            wrote = f"Wrote {tmp_path / file}"
-            await ui.until(lambda: any(wrote in note for note in ui.notes()))  # noqa: B023 - called before the next one
-            await ui.until(lambda: re.search(f"exported .*{file}", ui.shown("#facts")))  # noqa: B023 - likewise; notes vanish
-        await ui.press("E")
-        await ui.until(lambda: isinstance(ui.app.focused, Input))
-        await ui.type_text(str(tmp_path / "loss.svg"), replace=True)
-        await ui.press("enter")
+
+        await ui.press("4")
+        await ui.until(lambda: names(ui) == ["one"] and ui.screen._curves)  # type: ignore[attr-defined]
+        for file in ("steps.csv", "loss.svg"):
+            await export(file)
+            await ui.until(lambda: re.search(f"exported .*{file}", ui.shown("#facts")))  # noqa: B023 - called at once
+            assert any(f"Wrote {tmp_path / file}" in note for note in ui.notes())
+        await export("loss.svg")
         await ui.until(lambda: "exists already" in ui.shown("#said"))
     with (tmp_path / "steps.csv").open(newline="") as rows:
         assert len(list(csv.DictReader(rows))) == 30
-    picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
-    assert [line.tag for line in picture.iter() if line.tag.endswith("polyline")]
+    picture = ElementTree.parse(tmp_path / "loss.svg")
+    assert picture.findall(".//{http://www.w3.org/2000/svg}polyline")
+
+
+async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) -> None:
+    save_preset(find_preset("tiny").spec, "aa-mine", base="tiny")
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        table.move_cursor(row=[key.value for key in table.rows].index("aa-mine"))
+        await ui.press("D")
+        await ui.until(lambda: "Delete your preset aa-mine?" in ui.dialog_title)
+        await ui.press("enter")
+        assert "aa-mine" in load_catalog().presets, "no is the default"
+        await ui.press("D", "y")
+        await ui.until(lambda: "aa-mine" not in load_catalog().presets)
+        await ui.until(lambda: "aa-mine" not in [key.value for key in table.rows])
 
 
 def test_a_picture_holds_no_markup_of_a_name(tmp_path: Path) -> None:
@@ -101,28 +110,6 @@ def test_what_is_typed_as_a_note_is_what_is_shown_again() -> None:
     assert _parsed_note("") == RunNotes()
 
 
-async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) -> None:
-    save_preset(find_preset("tiny").spec, "aa-mine", base="tiny")
-    async with opened(runs_dir) as ui:
-        table = await ui.presets()
-        keys = [str(key.value) for key in table.rows]
-        table.move_cursor(row=keys.index("aa-mine"))
-        await ui.press("D")
-        await ui.until(
-            lambda: (
-                "Delete your preset aa-mine?"
-                in "".join(
-                    str(title.content) for title in ui.screen.query(".dialog-title").results(Static)
-                )
-            )
-        )
-        await ui.press("enter")
-        assert "aa-mine" in load_catalog().presets, "no is the default"
-        await ui.press("D", "y")
-        await ui.until(lambda: "aa-mine" not in load_catalog().presets)
-        await ui.until(lambda: "aa-mine" not in [str(key.value) for key in table.rows])
-
-
 async def test_the_logs_of_earlier_attempts_are_shown(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, state="finished", name="again")
     for attempt in (1, 2, 3):
@@ -132,13 +119,5 @@ async def test_the_logs_of_earlier_attempts_are_shown(runs_dir: Path) -> None:
         await ui.press("4")
         await ui.until(lambda: names(ui) == ["again"])
         await ui.press("A")
-        await ui.until(
-            lambda: any(
-                "earlier attempts" in str(title.content)
-                for title in ui.screen.query(".dialog-title").results(Static)
-            )
-        )
-        text = ui.text()
-        assert "said by 2" in text
-        assert "said by 1" in text
-        assert "said by 3" not in text
+        await ui.until(lambda: "earlier attempts" in ui.dialog_title)
+        assert [f"said by {attempt}" in ui.text() for attempt in (1, 2, 3)] == [True, True, False]

@@ -12,14 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 from rich.text import Text
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable
 
 from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.ui.charts.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.records import append_records, change_state, step_record
-from tests.support.screen import SIZES, opened
+from tests.support.screen import SIZES, Driver, opened
+
+
+def drawn_to(ui: Driver, step: int) -> bool:
+    """Return whether the losses of the chosen run reach to a step."""
+    lines = ui.find("#overlay", Chart).lines
+    steps = lines[0].steps if lines else None
+    return steps is not None and lines[0].length > 0 and steps[lines[0].length - 1] == step
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -28,7 +35,6 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
     old = write_run(
         runs_dir,
         steps=60,
-        total=60,
         seconds_of_samples=2,
         state="finished",
         preset="tiny",
@@ -40,9 +46,6 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
         table: DataTable[Text] = ui.screen.query_one("#table", DataTable)
         await ui.until(lambda: table.row_count == 2)
         await ui.until(lambda: ui.find("#overlay", Chart).lines)
-        text = ui.text()
-        for word in ("✓ finished", "● training", "live", "old", "60 / 60", "D Delete"):
-            assert word in text, word
         assert table.cursor_row == 0
         await ui.press("space", "equals_sign")
         await ui.until(lambda: "that are not the default" in ui.text())
@@ -58,8 +61,7 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
         await ui.press("enter")
         assert old.path.exists(), "no is the default"
         await ui.press("D", "y")
-        await ui.until(lambda: not old.path.exists())
-        await ui.until(lambda: table.row_count == 1)
+        await ui.until(lambda: not old.path.exists() and table.row_count == 1)
         await ui.press("enter")
         await ui.until(lambda: ui.app.current_mode == "dashboard")
         await ui.state_shown("live")
@@ -100,39 +102,29 @@ async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
         await ui.press("r")
         await ui.until(lambda: "Resume moved?" in ui.text())
         await ui.press("y")
-        # A screen that was just pushed has no lines yet.
-        await ui.until(
-            lambda: any(
-                "from step 0" in str(title.content)
-                for title in ui.screen.query(".dialog-title").results(Static)
-            )
-        )
+        await ui.until(lambda: "from step 0" in ui.dialog_title)
         assert "no checkpoint is there" in " ".join(ui.text().replace("│", "").split())
         await ui.press("n")
-        await ui.until(lambda: not ui.screen.query(".dialog-title"))
+        await ui.until(lambda: not ui.dialog_title)
         assert ui.app.starting == ""
     assert read_state(run).attempt == 1
     assert len(list(run.attempts_dir.iterdir())) == 1
 
 
-@pytest.mark.parametrize("answer", ["n", "y"])
-async def test_the_user_may_declare_a_run_ended(runs_dir: Path, answer: str) -> None:
+async def test_the_user_may_declare_a_run_ended(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     change_state(run, state="training", host="elsewhere", boot_id="another")
-    before = time.time() - (STALE_S + OLD_S) / 2
-    os.utime(run.state_path, (before, before))
+    os.utime(run.state_path, (time.time() - (STALE_S + OLD_S) / 2,) * 2)
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "s Stop" in ui.key_line)
-        await ui.press("s")
-        await ui.until(lambda: "Has far ended?" in ui.text())
-        assert "elsewhere" in ui.text()
-        await ui.press(answer)
-        if answer == "n":
+        for answer, state in (("n", "training"), ("y", "lost")):
+            await ui.press("s")
+            await ui.until(lambda: "Has far ended?" in ui.text())
+            assert "elsewhere" in ui.text()
+            await ui.press(answer)
             await ui.until(lambda: "Has far ended?" not in ui.text())
-            assert read_state(run).state == "training"
-            return
-        await ui.until(lambda: read_state(run).state == "lost")
+            await ui.until(lambda: read_state(run).state == state)  # noqa: B023 - called at once
 
 
 async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(
@@ -163,52 +155,28 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
         writer.append(step_record(step, loss=float(step)))
     writer.close()
     looks = count()
-    for module in ("so_tui.runs.metrics", "so_tui.ui.run_rows"):  # a slow machine: little at a look
-        monkeypatch.setattr(
-            f"{module}.time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.6 * next(looks))
-        )
+    slow = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.6 * next(looks))
+    for module in ("so_tui.runs.metrics", "so_tui.ui.run_rows"):  # little is read at a look
+        monkeypatch.setattr(f"{module}.time", slow)
     async with opened(runs_dir) as ui:
         await ui.press("4")
-        await ui.until(lambda: ui.find("#overlay", Chart).lines)
-        await ui.until(
-            lambda: (
-                (line := ui.find("#overlay", Chart).lines[0]).steps is not None
-                and line.length > 0
-                and line.steps[line.length - 1] == 1000
-            )
-        )
+        await ui.until(lambda: drawn_to(ui, 1000))
 
 
 async def test_a_run_resumed_elsewhere_has_its_whole_curve(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
-    run = write_run(
-        runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped", name="again"
-    )
+    run = write_run(runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped")
     async with opened(runs_dir) as ui:
         await ui.press("4")
-        await ui.until(
-            lambda: (
-                (lines := ui.find("#overlay", Chart).lines)
-                and lines[0].steps
-                and lines[0].steps[-1] == 10
-            )
-        )
+        await ui.until(lambda: drawn_to(ui, 10))
         await ui.press("3")
-        append_records(
-            run, *(step_record(step, attempt=2, loss=1.0) for step in range(11, 31)), attempt=2
-        )
+        append_records(run, *(step_record(step, attempt=2) for step in range(11, 31)), attempt=2)
         change_state(run, state="finished", attempt=2, step=30)
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].state.step == 30)
         await ui.press("4")
-        await ui.until(
-            lambda: (
-                (lines := ui.find("#overlay", Chart).lines)
-                and lines[0].steps
-                and lines[0].steps[-1] == 30
-            )
-        )
+        await ui.until(lambda: drawn_to(ui, 30))
 
 
 async def test_a_run_whose_settings_cannot_be_read_is_not_resumed(runs_dir: Path) -> None:
