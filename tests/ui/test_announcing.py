@@ -35,14 +35,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: list[str]) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="evil\x1b]52;c;eA==\x07;x")
-    old = Alert(kind="loss", attempt=1, time=1.0, step=2, value=9.0, bound=3.0)
+    old = alert("loss", value=9.0, bound=3.0)
     change_state(run, alerts=(old,))
     async with opened(runs_dir) as ui:
         await ui.until(lambda: any("\x1b]2;so-tui: evil" in text for text in sent))
         assert not ui.notes()
-        made_up = Alert(kind="\x1b[2J", attempt=1, time=3.0, step=3)
-        new = Alert(kind="not-finite", attempt=1, time=2.0, step=3)
-        change_state(run, reason="\x1b]0;x\x07", alerts=(old, made_up, new))
+        change_state(
+            run, reason="\x1b]0;x\x07", alerts=(old, alert("\x1b[2J"), alert("not-finite"))
+        )
         await ui.until(lambda: "\a" in "".join(sent))
         await ui.until(lambda: any("not finite" in note for note in ui.notes()))
         change_state(run, heartbeat=99)
@@ -55,45 +55,40 @@ async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: l
     assert everything.endswith("\x1b[23;2t")
 
 
+def alert(kind: str, **more: float) -> Alert:
+    return Alert(kind=kind, attempt=1, time=2.0, step=3, **more)
+
+
 async def test_others_runs_and_unwanted_kinds_are_not_announced(
-    runs_dir: Path, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    runs_dir: Path, sent: list[str]
 ) -> None:
-    mine = write_run(runs_dir, steps=3, seconds_of_samples=1, name="mine")
-    theirs = write_run(runs_dir, steps=3, seconds_of_samples=1, name="theirs")
+    mine, theirs = (
+        write_run(runs_dir, steps=3, seconds_of_samples=1, name=name) for name in ("mine", "theirs")
+    )
     theirs.path.chmod(0o777)
     quiet = Settings(alerts=AlertSettings(bell=False, notify="off", title=False, on=("failed",)))
     async with opened(runs_dir, settings=quiet) as ui:
         await ui.until(lambda: len(ui.app.runs) == 2)
         for run in (mine, theirs):
-            alerts = tuple(
-                Alert(kind=kind, attempt=1, time=2.0, step=3) for kind in ("loss", "failed")
-            )
-            change_state(run, state="failed", alerts=alerts)
+            change_state(run, state="failed", alerts=(alert("loss"), alert("failed")))
         await ui.until(lambda: ui.notes())
         await ui.pilot.pause(0.3)
         assert ui.notes() == ["mine has failed at step 3"]
     assert "".join(sent) == ""
 
 
-@pytest.mark.parametrize(
-    ("how", "environ", "expected"),
-    [
-        ("auto", {"TERM": "xterm-kitty"}, "\x1b]9;so-tui: x\x1b\\"),
-        ("auto", {"TERM": "foot"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
-        ("osc777", {"TERM": "xterm"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
-        (
-            "auto",
-            {"TERM": "tmux-256color", "TMUX": "1"},
-            "\x1bPtmux;\x1b\x1b]9;so-tui: x\x1b\x1b\\\x1b\\",
-        ),
+def test_each_terminal_gets_its_notification() -> None:
+    osc9, osc777 = "\x1b]9;so-tui: x\x1b\\", "\x1b]777;notify;so-tui;so-tui: x\x1b\\"
+    in_tmux = "\x1bPtmux;\x1b\x1b]9;so-tui: x\x1b\x1b\\\x1b\\"
+    for how, environ, expected in (
+        ("auto", {"TERM": "xterm-kitty"}, osc9),
+        ("auto", {"TERM": "foot"}, osc777),
+        ("osc777", {"TERM": "xterm"}, osc777),
+        ("auto", {"TERM": "tmux-256color", "TMUX": "1"}, in_tmux),
         ("auto", {"TERM": "linux"}, ""),
         ("off", {"TERM": "xterm"}, ""),
-    ],
-)
-def test_each_terminal_gets_its_notification(
-    how: str, environ: dict[str, str], expected: str
-) -> None:
-    assert _notification("so-tui: x", how, environ) == expected
+    ):
+        assert _notification("so-tui: x", how, environ) == expected
 
 
 async def test_an_unreadable_run_is_not_announced_as_failed(

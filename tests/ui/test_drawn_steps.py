@@ -164,7 +164,8 @@ def try_run(
         write(2, resumed + 1)
     if losses:
         while read_on(reader, followed, span):
-            continue
+            drawn = list(followed.series.steps)
+            assert drawn == sorted(set(drawn))
         assert followed.unread_share == 0
         check_drawn(followed.series, losses)
         check_as_opened_now(run, followed.series)

@@ -1,7 +1,8 @@
-"""The NUMA nodes over time: heat of their cores, memory, and who else computes on them."""
+"""What nodes and GPUs did over time: heat of cores, memory, limits, throttling, foreign load."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.runs.records import ForeignProcess, NodeSample, Sample
+from so_tui.runs import RunReader, SampleWriter
+from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
+from so_tui.ui import snapshot
+from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, marked_lines, sampled_lines
 from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
-from so_tui.ui.snapshot import CORES, LoadStore
-from tests.support.make_run import quad_machine, write_run
+from so_tui.ui.snapshot import CORES, Loads, LoadStore, sampled_value
+from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import append_samples
 from tests.support.screen import SIZES, opened, rows_of
 
@@ -102,3 +106,108 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
         await ui.resize(80, 24)
         heading = nodes.render_line(0).text.rstrip()
         assert re.search(r"  ! \S+ 1\.5 cores on 66(  \d+ of \d+ GiB)?$", heading), heading
+
+
+EVERY_NAME = tuple(
+    name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name
+)
+
+
+def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sample:
+    node = NodeSample(
+        id=0, cores=(100, 50), memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2
+    )
+    return Sample(
+        attempt=1, time=second, interval_s=1.0, nodes=(node,), gpus=gpus, run_cpu_s=run_cpu_s
+    )
+
+
+def test_samples_are_kept_with_limits_and_throttling() -> None:
+    store = LoadStore()
+    store.want(EVERY_NAME)
+    for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
+        gpu = GpuSample(
+            index=3,
+            busy_percent=90 + second,
+            memory_used_bytes=5 << 30,
+            memory_total_bytes=95 << 30,
+            clock_mhz=1000 + second,
+            power_w=650.0,
+            power_limit_w=700.0,
+            throttling=reasons,
+        )
+        store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
+    sampled = store.sampled()
+
+    def newest(key: str) -> list[tuple[str, str, float]]:
+        lines = sampled_lines(BY_KEY[key], sampled)
+        return [(line.role, name, line.series.value(3)) for line, name in lines]
+
+    assert newest("gpu-power") == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
+    assert [found[::2] for found in newest("gpu-used")] == [
+        ("limit", 95 << 30),
+        ("memory", 5 << 30),
+    ]
+    assert [found[2] for key in ("gpu-busy", "gpu-clock") for found in newest(key)] == [93, 1003]
+    (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
+    assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [
+        None,
+        (1001, 1001),
+        (1002, 1002),
+        None,
+    ]
+    assert sampled["node.file_cache_bytes"][0].series.value(0) == 2
+    foreign = sampled["host.foreign_cores"][0].series.value(0)
+    assert foreign == 1.0, "one and a half cores are busy, half a core with the run"
+    assert sampled["gpu.module_power_w"][0].series.extremes(0, 4) is None
+
+
+def test_several_gpus_have_a_line_and_a_colour_each() -> None:
+    store = LoadStore()
+    store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s", "gpu.power_w"))
+    gpus = [GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9, power_w=500.0) for at in range(2)]
+    store.append("n1", one_sample(0, *gpus))
+    lines = sampled_lines(BY_KEY["c2c"], store.sampled())
+    assert [name for _, name in lines] == ["to GPU: GPU 0", "1", "to host: GPU 0", "1"]
+    # Both directions of a GPU differ, too.
+    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 5)]
+    store.append("n2", one_sample(0, *gpus[:1]))
+    lines = sampled_lines(BY_KEY["gpu-power"], store.sampled())
+    assert [name for _, name in lines] == ["GPU n1 0", "n1 1", "n2 0"]
+
+
+def test_only_what_a_machine_reports_is_offered() -> None:
+    assert hardware_keys([]) == ("cores", "node-memory", "file-cache", "foreign")
+    gpu = GpuSample(index=0, busy_percent=0, power_w=70.0, pcie_to_gpu_bytes_per_s=0.0)
+    store = LoadStore()
+    store.append("here", shown := one_sample(0, gpu))
+    on_pcie = hardware_keys(store.view({"here": shown}, {}).gpus)
+    assert on_pcie[:3] == ("gpu-busy", "gpu-power", "pcie")
+    for metric in HARDWARE:
+        if metric.limit.startswith("gpu."):
+            assert sampled_value(metric.limit, GpuSample(index=0)) is None
+
+
+def test_a_screen_open_for_weeks_has_few_rows(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "MOST_ROWS", 700)
+    monkeypatch.setattr(snapshot, "HISTORY_ROWS", 50)
+    machine = quad_machine(nodes=1, cores=2)
+    run = write_run(runs_dir, machine=machine, gpus=1, steps=3, seconds_of_samples=1, now=1e9)
+    reader = RunReader(run)
+    reader.poll()
+    found = Loads(reader)
+    found.want(("node.memory_used_bytes",))
+    plan, chance = plan_for(machine, "qwen3-14b", 1, 100), random.Random(1)
+    writer = SampleWriter(run, machine.hostname)
+    for second in range(1000):
+        taken = sample(chance, 1, 1e9 + second, machine, plan)
+        writer.append(taken)
+        found.add(machine.hostname, (taken,), 1e9)
+        (node,) = found.view(machine, None).nodes
+        assert node.load[0].length <= 701
+    (memory,) = found.store.sampled()["node.memory_used_bytes"]
+    assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
+    assert memory.times[memory.length - 1] == 1e9 + 999
+    writer.close()

@@ -34,36 +34,25 @@ async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
 
 
 async def test_wide_dashboards_have_two_columns(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one")
+    run = write_run(runs_dir, steps=60, seconds_of_samples=30)
     async with opened(runs_dir, (220, 50), open_run=run) as ui:
         await ui.until(lambda: "step 60" in ui.text())
-        nodes, details, log = (
-            ui.find("#nodes", NumaNodes),
-            ui.find("StepDetails", StepDetails),
-            ui.find("#log", LogView),
-        )
-        assert "node 0" in nodes.render_line(0).text
-        assert "node 1" in nodes.render_line(0).text
-        newest = details.lines.content.plain
-        for word in ("gradient norm", "useful tokens", "slowest rank"):
-            assert word in newest
+        nodes, details = ui.find("#nodes", NumaNodes), ui.find("StepDetails", StepDetails)
+        log, newest = ui.find("#log", LogView), details.lines.content.plain
+        assert "slowest rank" in newest
         assert log.region.y > details.region.y
         assert log.region.x == details.lines.region.x > nodes.region.right
         await ui.press("i", "left", "left")
-        await ui.until(
-            lambda: (
-                "at the cursor" in str(details.heading.render())
-                and details.lines.content.plain != newest
-            )
-        )
+        await ui.until(lambda: "at the cursor" in str(details.heading.render()))
+        await ui.until(lambda: details.lines.content.plain != newest)
+        assert "node 1" in nodes.render_line(0).text
         await ui.resize(120, 36)
         await ui.until(lambda: not details.display)
         assert log.region.y > nodes.region.y
         assert "node 1" not in nodes.render_line(0).text
         await ui.resize(220, 50)
         gpus = ui.find("#gpus", StyledLines)
-        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == 4)
-        assert gpus.size.height == 4
+        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == gpus.size.height == 4)
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
