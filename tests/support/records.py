@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
-from so_tui.runs.records import MetricRecord, Sample, StepRecord
+from so_tui.runs.records import EvaluationRecord, MetricRecord, Sample, StepRecord
 
 
 def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) -> None:
@@ -55,3 +55,8 @@ def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: obj
         "slowest_rank": 0,
     }
     return StepRecord(step=step, **(values | others))  # type: ignore[arg-type]
+
+
+def evaluation_record(step: int, loss: float) -> EvaluationRecord:
+    """Return the record of an evaluation after a step."""
+    return EvaluationRecord(attempt=1, time=1e9 + step, step=step, loss=loss, tokens=1000)

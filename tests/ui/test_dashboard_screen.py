@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import Button
 
-from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
+from so_tui.runs.records import CheckpointRecord, State
 from so_tui.runs.results import AnsweredPrompt, Asked, add_answers
 from so_tui.runs.state import request
 from so_tui.ui.charts.chart import Chart
@@ -21,7 +21,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import write_run
-from tests.support.records import append_records, change_state
+from tests.support.records import append_records, change_state, evaluation_record
 from tests.support.screen import SIZES, opened, rows_of
 
 
@@ -72,13 +72,7 @@ async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    append_records(
-        run,
-        *(
-            EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100)
-            for step, loss in ((60, 2.5), (110, 2.25))
-        ),
-    )
+    append_records(run, evaluation_record(60, 2.5), evaluation_record(110, 2.25))
     async with opened(runs_dir, size, open_run=run) as ui:
         # What finds no room beside the others stands below the heading.
         for keys, evaluated in (((), "2.25"), (("i", *["left"] * 8), "2.50")):
@@ -200,19 +194,6 @@ async def test_the_log_of_a_run_opened_second_is_followed(runs_dir: Path) -> Non
             await ui.until(lambda: log.following and log.scroll_y == log.max_scroll_y)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, int]) -> None:
-    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
-        panels, places = ui.screen.query_one("#panels"), []
-        for keys in ((), ("slash",), ("escape",)):
-            await ui.press(*keys)
-            await ui.pilot.pause()
-            offsets = [child.region.offset for child in panels.children]
-            places.append((offsets, panels.max_scroll_y))
-        assert places[0] == places[1] == places[2]
-
-
 async def test_long_log_lines_are_cut_unless_maximised(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:
@@ -276,22 +257,23 @@ async def test_a_run_that_may_be_lost_is_checked_first(
         await ui.until(lambda: "Has far ended?" in ui.text())
 
 
-def asked(step: int, text: str) -> Asked:
-    answer = AnsweredPrompt(prompt="What is a NUMA node?", text=text, tokens=4, stopped=True)
-    return Asked(attempt=1, time=0.0, step=step, seconds=0.5, answers=(answer,))
-
-
 async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    for step, text in ((0, "hehe"), (3, HOSTILE), (5, "Cores and the memory next to them.")):
-        add_answers(run, asked(step, text))
+
+    def answer(step: int, text: str) -> None:
+        said = AnsweredPrompt(prompt="What is a NUMA node?", text=text, tokens=4, stopped=True)
+        add_answers(run, Asked(attempt=1, time=0.0, step=step, seconds=0.5, answers=(said,)))
+
     async with opened(runs_dir, (80, 24), open_run=run, shows="training") as ui:
         await ui.press("p")
+        await ui.until(lambda: "prompts.every_steps=100" in ui.text())
+        shown = [button.id for button in ui.screen.query(Button) if button.display]
+        assert shown == ["close"], "there is nowhere to go"
+        for step, text in ((0, "hehe"), (3, HOSTILE), (5, "Cores and the memory next to them.")):
+            answer(step, text)
         await ui.until(lambda: "Cores and the memory next to them." in ui.text())
         assert "after step 5" in ui.text()
         assert "3 of 3" in ui.text()
-        for button in ui.screen.query(Button):
-            assert str(button.label) in ui.text()
         await ui.press("left")
         await ui.until(lambda: "after step 3" in ui.text())
         assert unsafe(ui.text()) == set()
@@ -300,15 +282,3 @@ async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
         assert "hehe" in ui.text()
         await ui.press("escape")
         await ui.until(lambda: not isinstance(ui.screen, AnswersScreen))
-
-
-async def test_a_run_without_prompts_says_how_to_have_some(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir, (80, 24), open_run=run, shows="training") as ui:
-        await ui.press("p")
-        await ui.until(lambda: "prompts.every_steps=100" in ui.text())
-        assert [button.id for button in ui.screen.query(Button) if button.display] == ["close"], (
-            "there is nowhere to go"
-        )
-        add_answers(run, asked(5, "It arrived meanwhile."))
-        await ui.until(lambda: "It arrived meanwhile." in ui.text())

@@ -108,7 +108,7 @@ def test_every_record_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     steps = [1, 10, 49, 50, 51, 200, 700]
-    try_run(tmp_path, monkeypatch, data.draw, steps, [5_000, 64_000], [1, 700, 1 << 18])
+    try_run(tmp_path, monkeypatch, data, steps, [5_000, 64_000], [1, 700, 1 << 18])
 
 
 @pytest.mark.slow
@@ -117,18 +117,19 @@ def test_every_record_is_drawn(
 def test_every_record_of_ten_thousand_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    try_run(tmp_path, monkeypatch, data.draw, [10_000], [700_000], [100_000, 1 << 18])
+    try_run(tmp_path, monkeypatch, data, [10_000], [700_000], [100_000, 1 << 18])
 
 
 def try_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    draw: st.DrawFn,
+    data: st.DataObject,
     steps: list[int],
     segment_bytes: list[int],
     chunk_bytes: list[int],
 ) -> None:
     """Whatever a run is made of, and in whatever portions it is read."""
+    draw = data.draw
     last, interval = draw(st.sampled_from(steps)), draw(st.sampled_from([1, 1, 3, 10]))
     some_steps = st.sets(st.integers(1, 10_000), max_size=30)
     skipped = draw(some_steps | st.just({50, 100, 4000, 7950}))
