@@ -367,7 +367,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         if self.plot == "memory":
             scale = Scale(0, max(1, view.sample.memory_total_bytes))
             per, unit = memory_unit()[0], "G"
-        body = plot_rows(lines, axis, scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
+        body = plot_rows(lines, axis, lambda _: scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
         labels = [" " * GUTTER] * len(body)
         if len(body) > 2:
             labels = gutter_text(scale, len(body), lambda value: f"{value:.0f} {unit}", per)

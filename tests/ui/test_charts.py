@@ -153,7 +153,7 @@ async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
 async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Path) -> None:
     save_layout(ChartLayout(shown=("evaluation", "gpu-power"), grid=(1, 2)))
     run, other, _ = (
-        write_run(runs_dir, steps=60, seconds_of_samples=60, gpus=2, **more)  # type: ignore[arg-type]
+        write_run(runs_dir, steps=60, seconds_of_samples=60, gpus=2, **more)
         for more in (
             {"name": "this"},
             {"name": "other", "state": "finished", "now": 1e9},

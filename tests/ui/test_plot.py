@@ -38,7 +38,6 @@ from so_tui.ui.charts.drawing import (
     cells_in,
     gutter_text,
     plot_rows,
-    x_text,
 )
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark, _thinned
@@ -144,7 +143,7 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
         replace(line_of([percent] * 40)[0], role=role)
         for percent, role in ((80, "band"), (80, "main"), (100, "gpu"))
     ]
-    place = Axis("time", 1, 40), Scale(0, 100), (20, rows), GLYPHS["braille"], roles
+    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, rows), GLYPHS["braille"], roles
     drawn, _ = plot_rows(lines, *place)
     alone = plot_rows(lines[:2], *place)[0][0]
     dots = ord(alone[0].text[0]) - 0x2800
@@ -188,8 +187,8 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     axis = Axis("step", 0.0, 1000.0)
     plain, marked = axis_text(axis, 60), axis_text(axis, 60, Mark(500.0, 0.0, "◆", "mark"))
     assert (len(plain), " 500 " in plain, "◆" in marked, "500" in marked) == (60, True, True, False)
-    assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
-    assert x_text(axis, 1240.4) == "1,240"
+    assert Axis("time", 0, 10_000, 100.0).text(100.0 + 5400) == "1 h 30 m"
+    assert axis.text(1240.4) == "1,240"
 
 
 @pytest.mark.parametrize("lasted_s", [8, 90, 610, 5400, 90_000, 3_000_000])

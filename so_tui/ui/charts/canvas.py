@@ -15,6 +15,8 @@ from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.text import GlyphName
 
 Span = tuple[float, float]
+Spans = list[Span | None]
+"""Extremes of a line by column; None where there is nothing to draw."""
 OUTLIER_RANGES = 3.0
 """How many times the range of the middle half of all values a value may lie outside of it, on a
 scale that leaves outliers out.
@@ -90,7 +92,7 @@ class Scale:
         ]
 
 
-def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
+def spans(line: Line, axis: Axis, columns: int) -> tuple[Spans, list[int]]:
     """Return the extremes of ``line`` in each dot column, and the columns that hold a gap."""
     indices = axis.indices(line, columns)
     extremes, has_gap = line.series.extremes, line.series.has_gap

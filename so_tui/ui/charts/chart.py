@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.strip import Strip
 
 from so_tui.runs.records import StepRecord
-from so_tui.ui.charts.canvas import GLYPHS, Scale, beyond, fit_scale, spans
+from so_tui.ui.charts.canvas import GLYPHS, Scale, Spans, beyond, fit_scale, spans
 from so_tui.ui.charts.drawing import (
     GUTTER,
     Mark,
@@ -28,7 +28,6 @@ from so_tui.ui.charts.drawing import (
     role_css,
     value_at,
     with_cursor,
-    x_text,
 )
 from so_tui.ui.charts.series import Axis, Line, Named
 from so_tui.ui.text import glyphs_of
@@ -340,7 +339,6 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def __init__(self, metric: Metric, *, boxed: bool = True) -> None:
         super().__init__(id=metric.key)
         self.metric, self.title = metric, metric.title
-        self.per, self.unit = metric.shown_in
         self.boxed = boxed
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
         self.turns = ""
@@ -381,7 +379,6 @@ class Chart(DrawnRowsMixin, can_focus=True):
         follow the title.
         """
         self.named, self.axis = tuple(named), axis
-        self.per, self.unit = self.metric.shown_in
         self.lines, names = [line for line, _ in named], [name for _, name in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
@@ -390,8 +387,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
             (id(line.series), line.length, line.role, line.sign) for line in (*self.lines, *marked)
         ]
         window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
-        shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust, self.per
+        heading = names, self.notes, alarm, progress, self.turns, self.waiting, self.metric.shown_in
+        shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust
         if shown != self._shown:
             self._shown = shown
             self.repaint()
@@ -525,7 +522,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """Return plot and axis."""
         styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
-        labels = gutter_text(scale, height, self.metric.format_value, self.per)
+        labels = gutter_text(scale, height, self.metric.format_value, self.metric.shown_in[0])
         rows = []
         for label, row in zip(labels, plot, strict=True):
             row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
@@ -568,10 +565,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
         if key != self._plot_key:
             self._plot_key = key
             size, drawn = (width, height), GLYPHS[glyphs]
-            self._plotted = plot_rows(self.lines, axis, None, size, drawn, styles, fit=self._fit)
+            self._plotted = plot_rows(self.lines, axis, self._fit, size, drawn, styles)
         return self._plotted
 
-    def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
+    def _fit(self, found: list[Spans]) -> Scale:
         metric = self.metric
         scale = fit_scale(
             found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
@@ -591,13 +588,13 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""
-        axis = self.axis
+        axis, (per, unit) = self.axis, self.metric.shown_in
         for line, name in self.named:
             if not name or axis is None or not line.length:
                 continue
             newest = line.series.value(line.length - 1)
             value = newest if self.cursor is None else value_at(line, axis, self.cursor)
-            shown = "-" if value is None else self.metric.format_value(value / self.per)
+            shown = "-" if value is None else self.metric.format_value(value / per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
                 yield _Figure([(called, "note"), (shown, "label")], "raw")
@@ -605,10 +602,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
             role = f"bold {line.role}"
             sign = [(f"  {line.sign}", role)] if line.sign else []
             yield _Figure([*sign, (called[1:] if sign else called, "note"), (shown, role)], "value")
-        if self.unit:
-            yield _Figure([(f" {self.unit}", "note")])
+        if unit:
+            yield _Figure([(f" {unit}", "note")])
         if self.cursor is not None and axis is not None:
-            yield _Figure([(f"  at {axis.unit} {x_text(axis, self.cursor)}", "cursor")])
+            yield _Figure([(f"  at {axis.unit} {axis.text(self.cursor)}", "cursor")])
         notes = ["  log y"] if self.log_scale else []
         if self.robust:
             notes.append("  robust y")

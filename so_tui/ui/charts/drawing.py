@@ -11,9 +11,17 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.widget import Widget
 
-from so_tui.ui.charts.canvas import Canvas, Glyphs, Scale, round_values, spans, ticks, time_values
+from so_tui.ui.charts.canvas import (
+    Canvas,
+    Glyphs,
+    Scale,
+    Spans,
+    round_values,
+    spans,
+    ticks,
+    time_values,
+)
 from so_tui.ui.charts.series import Axis, Line
-from so_tui.units import mark_duration, thousands
 
 GUTTER = 7
 """Cells left of every plot, the same everywhere, so that plots above each other share their
@@ -56,32 +64,21 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
     return axis.unit, axis.low, axis.high, tuple(lengths)
 
 
-def x_text(axis: Axis, x: float, parts: int = 2) -> str:
-    """Return a position on the axis as text: ``1,240`` steps or ``12 m 4 s``, in so many parts."""
-    if axis.unit == "step":
-        return thousands(round(x))
-    return mark_duration(max(0.0, x - axis.origin), parts)
-
-
 def plot_rows(
     lines: Sequence[Line],
     axis: Axis,
-    scale: Scale | None,
+    fit: Callable[[list[Spans]], Scale],
     size: tuple[int, int],
     glyphs: Glyphs,
     styles: Mapping[str, Style],
-    *,
-    fit: Callable[[list[list[tuple[float, float] | None]]], Scale] | None = None,
 ) -> tuple[list[list[Segment]], Scale]:
-    """Return the plot area as segments by row, and its scale: ``scale``, or the one that ``fit``
-    makes of the visible spans.
+    """Return the plot area as segments by row, and its scale, which ``fit`` makes of the visible
+    spans.
     """
     width, height = size
     canvas = Canvas(width, height, glyphs)
     measured = [spans(line, axis, canvas.columns) for line in lines]
-    if scale is None:
-        assert fit is not None
-        scale = fit([found for found, _ in measured])
+    scale = fit([found for found, _ in measured])
     for layer, (found, gaps) in enumerate(measured):
         role = lines[layer].role
         # In a plot of one or two rows a GPU's line would hide that of its node all along, and a
@@ -168,7 +165,7 @@ def _placed(
     free = 0
     for value in values:
         # With every part of a time: neighbours deep in a long run differ in the last.
-        label = x_text(axis, value, parts=4)
+        label = axis.text(value, parts=4)
         start = min(max(0, _column(axis, value, width) - len(label) // 2), width - len(label) - 1)
         if start < free or any(start <= column < start + len(label) for column in taken):
             continue

@@ -18,7 +18,7 @@ from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
 from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
 from so_tui.svg import Curve, curves
-from so_tui.units import plural
+from so_tui.units import mark_duration, plural, thousands
 
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
@@ -278,6 +278,12 @@ class Axis:
     nodes of a host) share them.
     """
     _time_edges: dict[int, list[float]] = field(default_factory=dict, compare=False)
+
+    def text(self, x: float, parts: int = 2) -> str:
+        """Return a position as text: ``1,240`` steps or ``12 m 4 s``, in so many parts."""
+        if self.unit == "step":
+            return thousands(round(x))
+        return mark_duration(max(0.0, x - self.origin), parts)
 
     def edges(self, columns: int) -> list[float]:
         """Return the ``columns + 1`` borders of the columns, in the unit of the axis."""

@@ -296,12 +296,11 @@ _UNNAMED = ("", ".", "now", "last")
 """Names in a heading that say when, not what."""
 
 
-def drawn(
-    metric: Metric, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
-) -> list[Named]:
+def _drawn(chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]) -> list[Named]:
     """Return what a chart shows of its run and of those laid over it, all at steps, of the whole
     run, with names that tell them apart.
     """
+    metric = chart.metric
     others = [curve for other in overlays for curve in _of_other(metric, other)]
     if metric.samples:
         own = sampled_lines(metric, snapshot.hosts.sampled, whole=True)
@@ -341,9 +340,10 @@ def _sampled_rows(metric: Metric, sampled: SampledLines) -> list[tuple[float | s
 
 
 def ask_to_export_chart(
-    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Named]
+    screen: Page, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
 ) -> None:
     """Ask for a name, and export: its ending says what."""
+    metric, curves = chart.metric, _drawn(chart, snapshot, overlays)
 
     def read(text: str) -> Path:
         path = new_path(text)

@@ -173,9 +173,6 @@ class RunFollower(_ReadRun):
         on both sides.
         """
         whole = self._whole
-        if not whole.halvings:
-            self._closer = None
-            return
         first, last = whole.begin[0], whole.last_step
         low, high = (
             (first, last)
@@ -183,7 +180,7 @@ class RunFollower(_ReadRun):
             else (max(first, math.floor(window[0])), min(last, math.ceil(window[1])))
         )
         width = high - low
-        if width > CLOSE_STEPS:
+        if not whole.halvings or width > CLOSE_STEPS:
             self._closer = None
         elif (
             self._closer is None

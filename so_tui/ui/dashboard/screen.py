@@ -393,10 +393,7 @@ class DashboardScreen(ResizablePage):
             self.charts.on_gpus = snapshot.on_gpus
             self.call_later(self._arrange, self.charts.chart_layout)
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
-        if self.overlays or self.legend.display:
-            self.legend.show(
-                snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor
-            )
+        self.legend.show(snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor)
 
     # The view.
 
@@ -509,12 +506,9 @@ class DashboardScreen(ResizablePage):
 
     def action_export(self) -> None:
         if self.snapshot is not None and (chart := self.charts.focused) is not None:
-            from so_tui.ui.dashboard.dialogs import ask_to_export_chart, drawn
+            from so_tui.ui.dashboard.dialogs import ask_to_export_chart
 
-            metric = self.charts.metric
-            ask_to_export_chart(
-                self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays)
-            )
+            ask_to_export_chart(self, chart, self.snapshot, self.overlays)
 
     def action_overlay(self) -> None:
         def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
