@@ -1,4 +1,4 @@
-"""The Dashboard: a run that is live, that has ended, and that is gone."""
+"""The Dashboard: a run that starts, is live, has ended, or is gone; in wide terminals too."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ import time
 from pathlib import Path
 
 import pytest
+from textual.containers import Container
+from textual.geometry import Offset
 from textual.widgets import Button
 
-from so_tui.runs.records import CheckpointRecord, State
+from so_tui.runs.records import CheckpointRecord, PhaseRecord, State
 from so_tui.runs.results import AnsweredPrompt, Asked, add_answers
 from so_tui.runs.state import request
+from so_tui.settings_file import load_settings
 from so_tui.ui.charts.chart import Chart
+from so_tui.ui.configure.form import FormPanel
+from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen
-from so_tui.ui.dashboard.panels import LogView
+from so_tui.ui.dashboard.panels import LogView, StepDetails
+from so_tui.ui.dashboard.view import side_columns
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
+from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, _stages, timeline_lines
+from so_tui.ui.runs.preview import RunPreview
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import write_run
 from tests.support.records import append_records, change_state, evaluation_record
-from tests.support.screen import SIZES, opened, rows_of
+from tests.support.screen import SIZES, Driver, opened, rows_of
 
 
 async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
@@ -280,3 +288,163 @@ async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
         assert "hehe" in ui.text()
         await ui.press("escape")
         await ui.until(lambda: not isinstance(ui.screen, AnswersScreen))
+
+
+def kept(name: str) -> int | None:
+    value: int | None = getattr(load_settings().settings.panels, name)
+    return value
+
+
+async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
+    """Pull a line with the mouse by ``x`` and ``y`` cells."""
+    begin = ui.screen.query_one(selector).region.offset
+    await ui.pilot.mouse_down(offset=begin)
+    for part in (1, 2):
+        await ui.pilot.hover(offset=begin + Offset(x * part // 2, y * part // 2))
+    await ui.pilot.mouse_up(offset=begin + Offset(x, y))
+
+
+async def test_wide_dashboards_have_two_columns(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=30)
+    async with opened(runs_dir, (220, 50), open_run=run) as ui:
+        await ui.until(lambda: "step 60" in ui.text())
+        nodes, details = ui.find("#nodes", NumaNodes), ui.find("StepDetails", StepDetails)
+        log, newest = ui.find("#log", LogView), details.lines.content.plain
+        assert "slowest rank" in newest
+        assert log.region.y > details.region.y
+        assert log.region.x == details.lines.region.x > nodes.region.right
+        await ui.press("i", "left", "left")
+        await ui.until(lambda: "at the cursor" in str(details.heading.render()))
+        await ui.until(lambda: details.lines.content.plain != newest)
+        assert "node 1" in nodes.render_line(0).text
+        await ui.resize(120, 36)
+        await ui.until(lambda: not details.display)
+        assert log.region.y > nodes.region.y
+        assert "node 1" not in nodes.render_line(0).text
+        await ui.resize(220, 50)
+        gpus = ui.find("#gpus", StyledLines)
+        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == gpus.size.height == 4)
+
+
+async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
+    run = write_run(
+        runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", name="one"
+    )
+    async with opened(runs_dir, (220, 50), open_run=run) as ui:
+        await ui.until(lambda: "step 60" in ui.text())
+        charts = ui.find("ChartPanel", ChartPanel)
+        before = charts.size.height
+        await ui.press("left_curly_bracket")
+        await ui.until(lambda: kept("charts") == before - 1 == charts.size.height)
+        await pull(ui, "#nodes-rule", 0, 4)
+        await ui.until(lambda: kept("charts") == before + 3 == charts.size.height)
+        await pull(ui, "#panels > Divider", -8, 0)
+        await ui.until(lambda: kept("side") == side_columns(220) + 8)
+        await ui.press("vertical_line")
+        await ui.until(
+            lambda: kept("charts") is kept("side") is None and charts.size.height == before
+        )
+        await ui.press("4")
+        await ui.until(lambda: ui.find("RunPreview", RunPreview).size.width)
+        preview = ui.find("RunPreview", RunPreview)
+        columns = preview.size.width
+        await ui.until(lambda: "tokens/s" in ui.shown("#facts"))  # its losses are read in a thread
+        await ui.press("right_curly_bracket")  # the list has the focus
+        await ui.until(
+            lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3
+        )
+        await ui.resize(120, 36)
+        body = ui.find("#preview", Container)
+        await ui.until(lambda: body.region.y > ui.screen.query_one("#table").region.y)
+        rows = body.size.height
+        await pull(ui, "#preview-rule", 0, -2)
+        await ui.until(lambda: kept("run") == rows + 2 == body.size.height)
+        await ui.configure()
+        await ui.press("escape")
+        form = ui.find("FormPanel", FormPanel)
+        columns = form.size.width
+        await ui.press("right_curly_bracket")
+        await ui.until(lambda: kept("form") == columns + 4 == form.size.width)
+        await ui.press("vertical_line")
+        await ui.until(lambda: kept("form") is None and form.size.width == columns)
+        assert kept("run") == rows + 2, "sizes of other screens stay"
+
+
+def loading(at: float, detail: str = "", **more: object) -> PhaseRecord:
+    values = {"attempt": 2, "time": at, "phase": "loading", "detail": detail} | more
+    return PhaseRecord(**values)  # type: ignore[arg-type]
+
+
+def shown(*phases: PhaseRecord, checks_s: float | None = None) -> list[tuple[str, float]]:
+    """Return names and begins of the stages of attempt 2, which began at 100 s."""
+    return [(stage.name, stage.since) for stage in _stages(phases, 2, 100.0, checks_s)]
+
+
+def timeline(now: float, *phases: PhaseRecord, width: int = 80) -> list[str]:
+    return timeline_lines(_stages(phases, 2, 100.0, None), now, width).plain.splitlines()
+
+
+def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
+    phases = [
+        loading(50, "of the attempt before", attempt=1),
+        loading(103, "starting the ranks"),
+        loading(110, "loading Phi-4"),
+        loading(150, phase="training"),
+    ]
+    assert shown(*phases) == [
+        (LAUNCHER, 100.0),
+        ("starting the ranks", 103.0),
+        ("loading Phi-4", 110.0),
+        (FIRST_STEP, 150.0),
+    ]
+    assert [line[0] for line in timeline(160.0, *phases)] == ["✓", "✓", "✓", "▸"]
+    assert "-" not in "".join(timeline(95.0, loading(90, "a clock that is behind")))
+
+
+def test_stages_have_one_row_each_after_the_checks() -> None:
+    begun = [
+        loading(at, f"doing {stage}", stage=stage)
+        for at, stage in ((103, "ranks"), (105, "data"), (106, "data"), (110, "weights"))
+    ]
+    begun += [
+        loading(110 + done, "doing weights", stage="weights", done=done, total=8)
+        for done in range(4)
+    ]
+    assert shown(*begun, checks_s=7.5) == [
+        (CHECKS, 92.5),
+        (LAUNCHER, 100.0),
+        ("ranks", 103.0),
+        ("data", 105.0),
+        ("weights 3 of 8", 110.0),
+    ]
+    lines = "".join(timeline(120.0, *begun))
+    # Only what runs says what it does.
+    assert ("doing weights" in lines, "doing data" in lines) == (True, False)
+    later = [loading(130, stage="optimizer"), loading(131, stage="checkpoint")]
+    last = shown(*begun, *later, loading(140, phase="training"))[3:]
+    assert [name for name, _ in last] == [
+        "weights 3 of 8",
+        "optimizer",
+        "saved states",
+        FIRST_STEP,
+    ]
+
+
+def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
+    for width in (40, 80, 160):
+        lines = timeline(200.0, loading(110, "x" * 200), loading(130, "loading"), width=width)
+        assert max(map(len, lines)) <= width
+    starts = [line.index("━") for line in lines]
+    assert starts == sorted(starts)
+    assert lines[-1].startswith("▸ loading")
+    assert "1 m 10 s" in lines[-1]
+    many = [loading(100 + number, f"stage {number}") for number in range(40)]
+    assert "stage 39" in timeline(200.0, *many)[-1]
+
+
+async def test_a_resumed_run_has_a_timeline_too(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5, state="loading")
+    change_state(run, attempt=2, attempt_started=time.time() - 9, checks_s=4.0)
+    async with opened(runs_dir, (80, 24), open_run=run, shows="loading") as ui:
+        await ui.until(lambda: "▸ launcher" in ui.text())
+        assert "✓ checks" in ui.text()

@@ -122,17 +122,6 @@ def test_every_size_and_glyph_set_is_filled(glyphs: GlyphName, size: tuple[int, 
         assert all(row.isascii() for row in rows)
 
 
-def test_later_layers_take_the_cell() -> None:
-    line, axis = line_of([float(step % 2) for step in range(100)])
-    flat, _ = line_of([0.5] * 100)
-    canvas = Canvas(20, 3, GLYPHS["braille"])
-    for layer, one in enumerate((line, flat)):
-        found, gaps = spans(one, axis, canvas.columns)
-        canvas.draw(found, gaps, Scale(0, 1), layer)
-    assert {layer for _, layer in canvas.row(1)} == {1}
-    assert {layer for _, layer in canvas.row(0)} == {0}
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None:
     roles = {
