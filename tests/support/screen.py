@@ -89,6 +89,12 @@ class Driver:
         expected = field.value + text
         await self.until(lambda: field.value == expected)
 
+    async def answer(self, text: str) -> None:
+        """Answer the question for a text that was asked by the last key."""
+        await self.until(lambda: isinstance(self.app.focused, Input))
+        await self.type_text(text, replace=True)
+        await self.press("enter")
+
     async def until(self, happened: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait until ``happened`` returns something true, and everything is drawn."""
         async with asyncio.timeout(limit_s):

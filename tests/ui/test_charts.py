@@ -236,10 +236,9 @@ async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path
             for file in (f"{key}.svg", f"{key}.csv"):
                 ui.find(f"#{key}", Chart).focus()
                 await ui.press("E")
-                await ui.until(lambda: isinstance(ui.app.focused, Input))
-                assert ui.app.focused.value == f"one-{key}.svg"  # type: ignore[union-attr]
-                await ui.type_text(str(tmp_path / file), replace=True)
-                await ui.press("enter")
+                await ui.until(lambda: ui.screen.query(Input))
+                assert ui.find("Input", Input).value == f"one-{key}.svg"
+                await ui.answer(str(tmp_path / file))
                 wrote = f"Wrote {tmp_path / file}"
                 await ui.until(lambda: any(wrote in note for note in ui.notes()))  # noqa: B023 - called at once
     with (tmp_path / "loss.csv").open(newline="") as table:

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.text import Text
-from textual.widgets import DataTable, Input
+from textual.widgets import DataTable
 
 from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
@@ -31,6 +33,20 @@ from tests.support.screen import SIZES, Driver, opened
 pytestmark = pytest.mark.usefixtures("_short_form")
 
 
+@asynccontextmanager
+async def listed(runs_dir: Path, offers: str = "") -> AsyncIterator[Driver]:
+    """Open the list of runs, and wait until its keys have an offer."""
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: offers in ui.key_line)
+        yield ui
+
+
+def names(ui: Driver) -> list[str]:
+    table: DataTable[Text] = ui.find("#table", DataTable)
+    return [Path(str(key.value)).name for key in table.rows]
+
+
 def drawn_to(ui: Driver, step: int) -> bool:
     """Return whether the losses of the chosen run reach to a step."""
     lines = ui.find("#overlay", Chart).lines
@@ -42,13 +58,7 @@ def drawn_to(ui: Driver, step: int) -> bool:
 async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[int, int]) -> None:
     live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
     old = write_run(
-        runs_dir,
-        steps=60,
-        seconds_of_samples=2,
-        state="finished",
-        preset="tiny",
-        gpus=2,
-        name="old",
+        runs_dir, steps=60, seconds_of_samples=2, state="finished", preset="tiny", name="old"
     )
     async with opened(runs_dir, size) as ui:
         await ui.press("4")
@@ -96,18 +106,10 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
 
 async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
     run = write_run(
-        runs_dir,
-        steps=10,
-        seconds_of_samples=2,
-        state="failed",
-        preset="tiny",
-        gpus=2,
-        name="moved",
+        runs_dir, steps=10, seconds_of_samples=2, state="failed", preset="tiny", name="moved"
     )
     change_state(run, saved_step=9)
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: "r Resume" in ui.key_line)
+    async with listed(runs_dir, "r Resume") as ui:
         await ui.press("r")
         await ui.until(lambda: "Resume moved?" in ui.text())
         await ui.press("y")
@@ -124,9 +126,7 @@ async def test_the_user_may_declare_a_run_ended(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     change_state(run, state="training", host="elsewhere", boot_id="another")
     os.utime(run.state_path, (time.time() - (STALE_S + OLD_S) / 2,) * 2)
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: "s Stop" in ui.key_line)
+    async with listed(runs_dir, "s Stop") as ui:
         for answer, state in (("n", "training"), ("y", "lost")):
             await ui.press("s")
             await ui.until(lambda: "Has far ended?" in ui.text())
@@ -142,9 +142,7 @@ async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(
     """The list counted it as lost; its heartbeat has moved since."""
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far", state="lost")
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: "D Delete" in ui.key_line)
+    async with listed(runs_dir, "D Delete") as ui:
         change_state(run, state="training", host="elsewhere", boot_id="another")
         await ui.press("D", "y")
         await ui.until(lambda: "Has far ended?" in ui.text())
@@ -167,8 +165,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
     slow = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.6 * next(looks))
     for module in ("so_tui.runs.metrics", "so_tui.ui.run_rows"):  # little is read at a look
         monkeypatch.setattr(f"{module}.time", slow)
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
+    async with listed(runs_dir) as ui:
         await ui.until(lambda: drawn_to(ui, 1000))
 
 
@@ -177,8 +174,7 @@ async def test_a_run_resumed_elsewhere_has_its_whole_curve(
 ) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
     run = write_run(runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped")
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
+    async with listed(runs_dir) as ui:
         await ui.until(lambda: drawn_to(ui, 10))
         await ui.press("3")
         append_records(run, *(step_record(step, attempt=2) for step in range(11, 31)), attempt=2)
@@ -192,18 +188,11 @@ async def test_a_run_whose_settings_cannot_be_read_is_not_resumed(runs_dir: Path
     """Those of another version, for example."""
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed", name="other")
     run.spec_path.write_text('{"model": 3}')
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: "r Resume" in ui.key_line)
+    async with listed(runs_dir, "r Resume") as ui:
         await ui.press("r")
         await ui.until(lambda: "other cannot be resumed" in ui.text())
         await ui.press("escape")
         assert ui.app.starting == ""
-
-
-def names(ui: Driver) -> list[str]:
-    table: DataTable[Text] = ui.find("#table", DataTable)
-    return [Path(str(key.value)).name for key in table.rows]
 
 
 async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) -> None:
@@ -212,8 +201,7 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         for n, name in enumerate("cab", 1)
     ]
     write_notes(runs[0], RunNotes(tags=("paper",)))
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
+    async with listed(runs_dir) as ui:
         await ui.until(lambda: names(ui) == ["b", "a", "c"])
         table = ui.find("#table", DataTable)
         before = table.cursor_row
@@ -225,9 +213,7 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         await ui.until(lambda: load_settings().settings.runs.group == "tag")
         assert load_settings().settings.runs.sort == "name"
         await ui.press("up", "T")
-        await ui.until(lambda: isinstance(ui.app.focused, Input))
-        await ui.type_text("too short #paper", replace=True)
-        await ui.press("enter")
+        await ui.answer("too short #paper")
         await ui.until(lambda: names(ui) == ["a", "c", "b"])
         assert read_notes(runs[1]) == RunNotes(note="too short", tags=("paper",))
         assert "paper a" in ui.text()
@@ -239,15 +225,12 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
 
 async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
-    async with opened(runs_dir) as ui:
+    async with listed(runs_dir) as ui:
 
         async def export(file: str) -> None:
             await ui.press("E")
-            await ui.until(lambda: isinstance(ui.app.focused, Input))
-            await ui.type_text(str(tmp_path / file), replace=True)
-            await ui.press("enter")
+            await ui.answer(str(tmp_path / file))
 
-        await ui.press("4")
         await ui.until(lambda: names(ui) == ["one"] and ui.screen._curves)  # type: ignore[attr-defined]
         for file in ("steps.csv", "loss.svg"):
             await export(file)
@@ -294,8 +277,7 @@ async def test_the_logs_of_earlier_attempts_are_shown(runs_dir: Path) -> None:
     for attempt in (1, 2, 3):
         run.attempt_dir(attempt).mkdir(parents=True, exist_ok=True)
         run.log_path(attempt, "host").write_text(f"said by {attempt}\x1b]0;x\x07\n")
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
+    async with listed(runs_dir) as ui:
         await ui.until(lambda: names(ui) == ["again"])
         await ui.press("A")
         await ui.until(lambda: "earlier attempts" in ui.dialog_title)
