@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 
-def empty() -> None:
-    """A Textual application with as many tabs as so-tui has screens, and nothing else."""
+def empty() -> float | None:
+    """Return that of a Textual application with as many tabs as so-tui has screens."""
     from textual.app import App, ComposeResult
     from textual.widgets import Footer, TabbedContent, TabPane
 
@@ -22,15 +22,14 @@ def empty() -> None:
         def on_mount(self) -> None:
             self.call_after_refresh(lambda: self.exit(time.process_time()))
 
-    print(f"first paint {Empty().run()}")
+    return Empty().run()
 
 
-def real(runs_dir: str) -> None:
-    """so-tui itself, as the command line opens it."""
+def real(runs_dir: str) -> float:
+    """Return that of so-tui itself, as the command line opens it."""
     from so_tui.ui import app
-    from so_tui.ui.app import SoTuiApp
 
-    class FirstPaint(SoTuiApp):
+    class FirstPaint(app.SoTuiApp):
         CSS_PATH = str(Path(app.__file__).with_name("app.tcss"))
         painted_s = 0.0
 
@@ -40,8 +39,8 @@ def real(runs_dir: str) -> None:
 
     shown = FirstPaint(runs_dir=Path(runs_dir))
     shown.run()
-    print(f"first paint {shown.painted_s}")
+    return shown.painted_s
 
 
 if __name__ == "__main__":
-    empty() if sys.argv[1] == "empty" else real(sys.argv[2])
+    print(f"first paint {empty() if sys.argv[1] == 'empty' else real(sys.argv[2])}")

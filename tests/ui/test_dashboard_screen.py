@@ -327,9 +327,7 @@ async def test_wide_dashboards_have_two_columns(runs_dir: Path) -> None:
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
-    run = write_run(
-        runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", name="one"
-    )
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2, state="finished")
     async with opened(runs_dir, (220, 50), open_run=run) as ui:
         await ui.until(lambda: "step 60" in ui.text())
         charts = ui.find("ChartPanel", ChartPanel)
@@ -384,50 +382,34 @@ def timeline(now: float, *phases: PhaseRecord, width: int = 80) -> list[str]:
     return timeline_lines(_stages(phases, 2, 100.0, None), now, width).plain.splitlines()
 
 
-def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
+def test_stages_have_one_row_each_after_the_checks() -> None:
+    stages = ((105, "ranks"), (106, "data"), (107, "data"), (110, "weights"))
     phases = [
         loading(50, "of the attempt before", attempt=1),
         loading(103, "starting the ranks"),
-        loading(110, "loading Phi-4"),
-        loading(150, phase="training"),
+        *(loading(at, f"doing {stage}", stage=stage) for at, stage in stages),
+        loading(113, "doing weights", stage="weights", done=3, total=8),
     ]
-    assert shown(*phases) == [
-        (LAUNCHER, 100.0),
-        ("starting the ranks", 103.0),
-        ("loading Phi-4", 110.0),
-        (FIRST_STEP, 150.0),
-    ]
-    assert [line[0] for line in timeline(160.0, *phases)] == ["✓", "✓", "✓", "▸"]
-    assert "-" not in "".join(timeline(95.0, loading(90, "a clock that is behind")))
-
-
-def test_stages_have_one_row_each_after_the_checks() -> None:
-    begun = [
-        loading(at, f"doing {stage}", stage=stage)
-        for at, stage in ((103, "ranks"), (105, "data"), (106, "data"), (110, "weights"))
-    ]
-    begun += [
-        loading(110 + done, "doing weights", stage="weights", done=done, total=8)
-        for done in range(4)
-    ]
-    assert shown(*begun, checks_s=7.5) == [
+    assert shown(*phases, checks_s=7.5) == [
         (CHECKS, 92.5),
         (LAUNCHER, 100.0),
-        ("ranks", 103.0),
-        ("data", 105.0),
+        ("starting the ranks", 103.0),
+        ("ranks", 105.0),
+        ("data", 106.0),
         ("weights 3 of 8", 110.0),
     ]
-    lines = "".join(timeline(120.0, *begun))
-    # Only what runs says what it does.
-    assert ("doing weights" in lines, "doing data" in lines) == (True, False)
+    lines = timeline(120.0, *phases)
+    assert [line[0] for line in lines] == [*"✓✓✓✓", "▸"]
+    assert ["doing" in line for line in lines] == [*[False] * 4, True], "only what runs says what"
     later = [loading(130, stage="optimizer"), loading(131, stage="checkpoint")]
-    last = shown(*begun, *later, loading(140, phase="training"))[3:]
+    last = shown(*phases, *later, loading(140, phase="training"))[4:]
     assert [name for name, _ in last] == [
         "weights 3 of 8",
         "optimizer",
         "saved states",
         FIRST_STEP,
     ]
+    assert "-" not in "".join(timeline(95.0, loading(90, "a clock that is behind")))
 
 
 def test_the_lines_fit_and_their_bars_follow_each_other() -> None:

@@ -96,9 +96,8 @@ def test_few_points_are_joined_by_a_line() -> None:
 
 def test_log_scale_gives_equal_ratios_equal_heights() -> None:
     scale = fit_scale([[(0.001, 1000.0)]], log=True)
-    heights = [scale.height(10.0**power, 61) for power in range(-3, 4)]
-    assert heights == [0, 10, 20, 30, 40, 50, 60]
-    assert scale.height(0.0, 61) is None
+    heights = [scale.height(value, 61) for value in (0.0, 0.001, 0.01, 1.0, 100.0, 1000.0)]
+    assert heights == [None, 0, 10, 30, 50, 60]
     assert drawn([1.0, -1.0, 1.0], 6, 2, log=True)
     assert not fit_scale([[(-2.0, -1.0)]], log=True).log, "nothing to take the logarithm of"
 
@@ -124,21 +123,16 @@ def test_every_size_and_glyph_set_is_filled(glyphs: GlyphName, size: tuple[int, 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None:
-    roles = {
-        role: Style(color=colour)
-        for role, colour in {"band": "red", "main": "blue", "gpu": "green"}.items()
-    } | {"empty": Style()}
-    lines = [
-        replace(line_of([percent] * 40)[0], role=role)
-        for percent, role in ((80, "band"), (80, "main"), (100, "gpu"))
-    ]
-    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, rows), GLYPHS["braille"], roles
-    drawn, _ = plot_rows(lines, *place)
-    alone = plot_rows(lines[:2], *place)[0][0]
+    colours = {"band": "red", "main": "blue", "gpu": "green", "empty": "white"}
+    styles = {role: Style(color=colour) for role, colour in colours.items()}
+    loads = {"band": 80, "main": 80, "gpu": 100}
+    lines = [replace(line_of([load] * 40)[0], role=role) for role, load in loads.items()]
+    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, rows), GLYPHS["braille"], styles
+    both, alone = (plot_rows(some, *place)[0][0] for some in (lines, lines[:2]))
     dots = ord(alone[0].text[0]) - 0x2800
-    for segment in drawn[0]:
+    for segment in both:
         assert all((ord(character) - 0x2800) & dots == dots for character in segment.text)
-    assert {segment.style for segment in drawn[0]} == {roles["main"], roles["gpu"]}
+    assert {segment.style for segment in both} == {styles["main"], styles["gpu"]}
 
 
 def test_a_mean_after_a_spike_is_exact() -> None:
