@@ -237,10 +237,10 @@ def test_no_figure_of_a_heading_is_cut(
         _Figure([(f"{index}".rjust(cells), "note")], kind)
         for index, (cells, kind) in enumerate(kinds)
     ]
-    heading = _arranged([("loss", "title")], figures, room, height)
-    assert cells_in([*heading.title, *heading.beside]) <= room
-    assert cells_in(heading.below) <= room
-    assert {*heading.beside, *heading.below} <= {figure.pieces[0] for figure in figures}
+    beside, below = _arranged([("loss", "title")], figures, room, height)
+    assert cells_in([("loss", "title"), *beside]) <= room
+    assert cells_in(below) <= room
+    assert {*beside, *below} <= {figure.pieces[0] for figure in figures}
 
 
 @pytest.mark.parametrize("ceiling", [None, 1.0])

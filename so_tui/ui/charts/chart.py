@@ -82,19 +82,11 @@ class _Figure(NamedTuple):
     kind: Literal["value", "raw", "note"] = "note"
 
 
-class _Heading(NamedTuple):
-    """The heading of a chart."""
-
-    title: Pieces
-    beside: Pieces
-    """Values and notes."""
-    below: Pieces
-    """Values that find no room beside the title."""
-
-
-def _arranged(title: Pieces, figures: Sequence[_Figure], room: int, height: int) -> _Heading:
-    """Return as many values and notes as fit beside the title; none is cut, since a cut number is
-    another number.
+def _arranged(
+    title: Pieces, figures: Sequence[_Figure], room: int, height: int
+) -> tuple[Pieces, Pieces]:
+    """Return as many values and notes as fit beside the title, and values that find no room there;
+    none is cut, since a cut number is another number.
 
     Args:
         title: The title, and what follows it whatever else there is.
@@ -115,7 +107,7 @@ def _arranged(title: Pieces, figures: Sequence[_Figure], room: int, height: int)
             beside += pieces
         elif kind != "note" and cells <= room - cells_in(below):
             below += pieces
-    return _Heading(title, beside, below)
+    return beside, below
 
 
 class _ChartFrame(NamedTuple):
@@ -127,14 +119,14 @@ class _ChartFrame(NamedTuple):
     inset: int
     styles: Mapping[str, Style]
 
-    def upper(self, heading: _Heading) -> Strip:
+    def upper(self, title: Pieces, beside: Pieces) -> Strip:
         """Return the row of the heading."""
-        row = [*heading.title, *heading.beside]
+        row = [*title, *beside]
         if self.inset:
-            left = [("╭─ ", "frame"), *heading.title, (" ", "frame")]
+            left = [("╭─ ", "frame"), *title, (" ", "frame")]
             right = [("╮", "frame")]
-            if heading.beside:  # its first two cells are blank: one of them belongs to the line
-                (text, role), *others = heading.beside
+            if beside:  # its first two cells are blank: one of them belongs to the line
+                (text, role), *others = beside
                 right = [(text[1:], role), *others, (" ─╮", "frame")]
             between = "─" * (self.width - cells_in([*left, *right]))
             row = [*left, (between, "frame"), *right]
@@ -452,15 +444,14 @@ class Chart(DrawnRowsMixin, can_focus=True):
             self._drag = replace(moved, start=moved.at, moved=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
-        drag, self._drag = self._drag, None
-        if drag is None:
+        if self._drag is None:
             return
+        chosen, self._drag = self.chosen, None
         self.release_mouse()
-        if drag.far and not drag.pans:
+        if chosen is not None:
             self._dragged = True
             last = self.inset + GUTTER + self.columns - 1
-            cells = sorted((drag.start, drag.at))
-            low, high = (self._x_at(min(cell, last)) for cell in cells)
+            low, high = (self._x_at(min(cell, last)) for cell in chosen)
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
             self.repaint()
@@ -500,10 +491,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
         styles = self._role_styles.get(self)
         frame = _ChartFrame(width, self.inset, styles)
         title = self._title(room)
-        heading = _arranged(title, list(self._figures()), room, height)
+        beside, more = _arranged(title, list(self._figures()), room, height)
         # Values that find no room beside the title have a row of their own, where that leaves a
         # plot.
-        below = joined(heading.below, styles)
+        below = joined(more, styles)
         rows = [frame.row(below)] if below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
@@ -515,8 +506,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
                 rows += [frame.row([])] * (height - 2 - len(rows))
                 rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
         if self.robust:  # the plot knows by now how many values it leaves out
-            heading = _arranged(title, list(self._figures()), room, height)
-        return [frame.upper(heading), *rows]
+            beside, _ = _arranged(title, list(self._figures()), room, height)
+        return [frame.upper(title, beside), *rows]
 
     def _body(self, axis: Axis, width: int, height: int, frame: _ChartFrame) -> list[Strip]:
         """Return plot and axis."""

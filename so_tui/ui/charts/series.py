@@ -269,8 +269,8 @@ class Axis:
     high: float
     origin: float = 0.0
     """The time shown as 0: that of the first value."""
-    steps: array[float] | None = None
-    times: array[float] | None = None
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    times: array[float] = field(default_factory=lambda: array("d"))
     length: int = 0
     """Number of step records, which translate between the two units."""
     _found: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False)
@@ -294,10 +294,10 @@ class Axis:
         """Return the time of a step: interpolated between records, that of the nearest record
         outside.
         """
-        if self.steps is None or self.times is None or not self.length:
+        if not self.length:
             return math.inf
         right = bisect_left(self.steps, step, 0, self.length)
-        if right == 0 or right == self.length:
+        if right in (0, self.length):
             return self.times[min(right, self.length - 1)]
         before, after = self.steps[right - 1], self.steps[right]
         share = (step - before) / (after - before)
@@ -309,8 +309,6 @@ class Axis:
         """
         if self.unit == "step":
             return x, self.time_of(x)
-        if self.steps is None or self.times is None:
-            return 0.0, x
         done = bisect_right(self.times, x, 0, self.length)
         return (self.steps[done - 1] if done else 0.0), x
 
@@ -318,7 +316,7 @@ class Axis:
         """Return the window in steps; for a time axis, from the step before it to the step after
         it.
         """
-        if self.unit == "step" or self.steps is None or self.times is None or not self.length:
+        if self.unit == "step" or not self.length:
             return self.low, self.high
         first = bisect_right(self.times, self.low, 0, self.length) - 1
         last = bisect_left(self.times, self.high, 0, self.length)

@@ -214,11 +214,6 @@ class RunPreview(Vertical):
         frame = BOTTOM if framed(self) else 0
         self.body.styles.height = "1fr" if columns else rows and rows + frame
 
-    @property
-    def rows(self) -> int:
-        """Rows of losses and facts."""
-        return self.body.size.height
-
     def show(
         self,
         row: RunRow,

@@ -165,7 +165,8 @@ class RunsScreen(FiltersTable, ResizablePage):
                 "run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4
             )
         else:
-            size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
+            rows = self.preview.body.size.height
+            size = Size("run", rows, 4, self.size.height - LEAST_ROWS, towards=-1)
         return replace(size, step=-size.step) if panel is self.table else size
 
     @on(events.ScreenResume)
