@@ -23,9 +23,7 @@ CONTROLS = re.compile(
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
-    monkeypatch.setattr(
-        _Announcer, "write_to_terminal", lambda self, sequence: written.append(sequence)
-    )
+    monkeypatch.setattr(_Announcer, "write_to_terminal", lambda _, text: written.append(text))
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
     for name in ("TMUX", "VTE_VERSION"):
         monkeypatch.delenv(name, raising=False)

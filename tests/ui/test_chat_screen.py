@@ -59,21 +59,18 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
     run = run_with_checkpoints(runs_dir, 5)
     list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     async with opened(runs_dir, (80, 24)) as ui:
-        screen = await talk(
-            ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")
-        )
+        load = named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")
+        screen = await talk(ui, load)
         question = screen.query_one("#question", Input)
         assert question.disabled
         await ui.until(lambda: not question.disabled, SLOW_S)
         await ui.type_text("Add 2 and 3.")
         await ui.press("enter")
         await ui.until(lambda: ui.text().count("8 tokens in") == 2)
-
         assert ui.text().count("> Add 2 and 3.") == 2
         assert "step 5" in ui.text()
         await ui.press("f2")
-        await ui.type_text("max-tokens=2000 temperature=0", replace=True)
-        await ui.press("enter")
+        await ui.answer("max-tokens=2000 temperature=0")
         await ui.until(lambda: "max-tokens=2000" in ui.shown("#chat-sampling"))
         await ui.type_text("More.")
         await ui.press("enter")

@@ -12,11 +12,14 @@ from so_tui.ui.textual_fixes import CachedLinesMixin, KeptVertical
 
 
 class Box(Static, CachedLinesMixin):
-    DEFAULT_CSS = "Box { height: 3; color: $accent; &.-marked { color: $error; } }"
+    pass
 
 
 class Boxes(App[None]):
-    CSS = "#outer { width: 20; height: 10; background: $surface; }"
+    CSS = """
+    #outer { width: 20; height: 10; background: $surface; }
+    Box { height: 3; color: $accent; &.-marked { color: $error; } }
+    """
 
     def compose(self) -> ComposeResult:
         with KeptVertical(id="outer"):
@@ -26,10 +29,8 @@ class Boxes(App[None]):
 CHANGES: dict[str, Callable[[Boxes], object]] = {
     "text": lambda app: app.query_one(Box).update("two"),
     "class": lambda app: app.query_one(Box).add_class("-marked"),
-    "colour of the container": lambda app: setattr(
-        app.query_one("#outer").styles, "background", "red"
-    ),
-    "size": lambda app: setattr(app.query_one("#outer").styles, "width", 30),
+    "colour of the container": lambda app: app.query_one("#outer").set_styles("background: red"),
+    "size": lambda app: app.query_one("#outer").set_styles("width: 30"),
     "theme": lambda app: setattr(app, "theme", "textual-light"),
 }
 
@@ -39,21 +40,19 @@ async def test_lines_are_kept_until_they_change(change: Callable[[Boxes], object
     app = Boxes()
     async with app.run_test(size=(60, 20)) as pilot:
         await pilot.pause()
-        outer, box = app.query_one("#outer", KeptVertical), app.query_one(Box)
+        widgets = app.query_one("#outer", KeptVertical), app.query_one(Box)
 
         def lines() -> list[object]:
-            strips = [
-                *outer.render_lines(outer.size.region),
-                *box.render_lines(box.size.region),
-            ]
-            return [(text, str(style)) for strip in strips for text, style, _ in strip]
+            drawn = [strip for each in widgets for strip in each.render_lines(each.size.region)]
+            return [(text, str(style)) for strip in drawn for text, style, _ in strip]
 
-        assert box.render_lines(box.size.region) is box.render_lines(box.size.region)
+        region = widgets[1].size.region
+        assert widgets[1].render_lines(region) is widgets[1].render_lines(region)
         before = lines()
         change(app)
         await pilot.pause()
         after = lines()
         assert after != before
-        outer.refresh()
-        box.refresh()
+        for widget in widgets:
+            widget.refresh()
         assert lines() == after, "nothing of it is out of date"
