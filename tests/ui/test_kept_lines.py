@@ -29,8 +29,8 @@ class Boxes(App[None]):
 CHANGES: dict[str, Callable[[Boxes], object]] = {
     "text": lambda app: app.query_one(Box).update("two"),
     "class": lambda app: app.query_one(Box).add_class("-marked"),
-    "colour of the container": lambda app: app.query_one("#outer").set_styles("background: red"),
-    "size": lambda app: app.query_one("#outer").set_styles("width: 30"),
+    "colour of the container": lambda app: app.query_one("#outer").set_styles(background="red"),
+    "size": lambda app: app.query_one("#outer").set_styles(width=30),
     "theme": lambda app: setattr(app, "theme", "textual-light"),
 }
 
