@@ -3,72 +3,56 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.users import SharedMachine, User
+from tests.support.users import SharedMachine
 
 _BAD_INPUT = 2
 
 
-@pytest.fixture
-def closed(machine: SharedMachine) -> Path:
-    """The home folder of another user."""
-    return machine.other.home
-
-
-def json_of(user: User, *argv: str, **changes: str) -> tuple[object, str]:
-    """Return what a command prints as JSON, and what it says on stderr."""
-    done = user.so_tui(*argv, "--json", timeout_s=60.0, umask=0o022, **changes)
+def json_of(machine: SharedMachine, *argv: str, **changes: str) -> dict[str, Any]:
+    """Return what a command of the owner prints as JSON."""
+    done = machine.owner.so_tui(*argv, "--json", **changes)
     assert "Traceback" not in done.stderr
-    return json.loads(done.stdout), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def test_unreadable_presets_do_not_hide_the_others(machine: SharedMachine, closed: Path) -> None:
-    found, _ = json_of(machine.owner, "presets", XDG_CONFIG_HOME=str(closed))
-    assert isinstance(found, dict)
+def test_commands_do_without_folders_that_are_closed(machine: SharedMachine) -> None:
+    closed = str(machine.other.home)
+    found = json_of(machine, "presets", XDG_CONFIG_HOME=closed)
     assert "tiny" in [preset["name"] for preset in found["presets"]]
     (problem,) = found["problems"]
-    assert str(closed) in problem
-
-
-def test_doctor_checks_what_it_can(machine: SharedMachine, closed: Path) -> None:
+    assert closed in problem
     for argv in (
-        ("doctor", "--runs-dir", str(closed / "runs")),
+        ("doctor", "--runs-dir", f"{closed}/runs"),
         ("doctor", "tiny", "--set", f"checkpoint.folder={closed}/runs"),
     ):
-        found, _ = json_of(machine.owner, *argv)
-        assert isinstance(found, dict)
-        assert found["findings"]
-    found, _ = json_of(machine.owner, "doctor", XDG_STATE_HOME=str(closed))
-    assert isinstance(found, dict)
-    assert found["findings"]
+        assert json_of(machine, *argv)["findings"]
+    assert json_of(machine, "doctor", XDG_STATE_HOME=closed)["findings"]
+    plan = ("plan", "tiny", "--machine", "gh200-480", "--set", f"model.id={closed}/model")
+    assert json_of(machine, *plan)["plans"]
 
 
-def test_a_plan_needs_no_model_folder(machine: SharedMachine, closed: Path) -> None:
-    found, _ = json_of(
-        machine.owner, "plan", "tiny", "--machine", "gh200-480", "--set", f"model.id={closed}/model"
-    )
-    assert isinstance(found, dict)
-    assert found["plans"]
-
-
-def is_refused(user: User, folder: Path, *argv: str) -> None:
-    """Check that a command that cannot do without a folder names it."""
-    done = user.so_tui(*argv)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate CLOSED/model --prompt x",
+        "inspect --sysroot CLOSED/root",
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (
+                "validate --out CLOSED/report --minutes 1",
+                "run tiny --plain --force --runs-dir CLOSED/runs",
+            )
+        ),
+    ],
+)
+def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, command: str) -> None:
+    closed = str(machine.other.home)
+    done = machine.owner.so_tui(*command.replace("CLOSED", closed).split())
     assert done.returncode == _BAD_INPUT, done.stderr
-    assert str(folder) in done.stderr
+    assert closed in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, closed: Path) -> None:
-    is_refused(machine.owner, closed, "generate", str(closed / "model"), "--prompt", "x")
-    is_refused(machine.owner, closed, "inspect", "--sysroot", str(closed / "root"))
-
-
-@pytest.mark.slow
-def test_runs_and_reports_name_closed_folders(machine: SharedMachine, closed: Path) -> None:
-    is_refused(machine.owner, closed, "validate", "--out", str(closed / "report"), "--minutes", "1")
-    run = f"run tiny --plain --force --runs-dir {closed / 'runs'}"
-    is_refused(machine.owner, closed, *run.split())

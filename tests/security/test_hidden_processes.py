@@ -18,38 +18,37 @@ HIDING = (
 WITH_A_RUN = """
 import os, sys, time
 from pathlib import Path
-from so_tui.machine import inspect_machine
-from so_tui.runs import create_run, find_run, state_with_truth, write_state
-from so_tui.runs.liveness import this_host
-from so_tui.runs.liveness import identify, sighting
-from so_tui.runs.records import RunState
+from so_tui.runs import create_run
+from so_tui.runs.liveness import identify, this_host
 from so_tui.spec import find_preset
-run = create_run(find_preset("tiny").spec, Path(sys.argv[1]))
-here, own = this_host(), identify(os.getpid())
-state = RunState(name=run.name, state="training", attempt=1, host=here.name, boot_id=here.boot_id, pid_namespace=here.pid_namespace,
-    supervisor=own, started=time.time())
-write_state(run, state)
+from tests.support.records import change_state
+run, here = create_run(find_preset("tiny").spec, Path(sys.argv[1])), this_host()
+change_state(run, state="training", attempt=1, host=here.name, boot_id=here.boot_id,
+    pid_namespace=here.pid_namespace, supervisor=identify(os.getpid()), started=time.time())
 os.chmod(run.path, 0o755)
 for path in run.path.iterdir():
     path.chmod(0o755 if path.is_dir() else 0o644)
 print(run.name, flush=True)
-sys.stdin.read()
-"""  # noqa: E501
+time.sleep(600)
+"""
 
 
-def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def hidden(user: User, *argv: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a user in a mount namespace whose /proc hides processes of others."""
     unshared = ["unshare", "--mount", "--propagation", "private", "bash", "-c"]
-    command = [*unshared, HIDING, str(user.uid), *argv]
     return subprocess.run(
-        command,
+        [*unshared, HIDING, str(user.uid), *argv],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=60,
         env=user.environment(),
         cwd="/",
         check=False,
     )
+
+
+def hidden_so_tui(user: User, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return hidden(user, user.interpreter, "-P", "-m", "so_tui", *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -60,36 +59,27 @@ def hiding(machine: SharedMachine) -> None:
         pytest.skip(f"/proc cannot be mounted with hidepid here ({shown.stderr.strip()})")
 
 
-def listed(user: User, folder: Path) -> dict[str, object]:
-    done = hidden(
-        user, user.interpreter, "-P", "-m", "so_tui", "runs", "--json", "--runs-dir", str(folder)
-    )
-    assert done.returncode == 0, done.stderr
-    (run,) = json.loads(done.stdout)["runs"]
-    assert isinstance(run, dict)
-    return run
+def state_of(user: User, folder: Path) -> object:
+    (run,) = json.loads(hidden_so_tui(user, "runs", "--json", "--runs-dir", str(folder)).stdout)[
+        "runs"
+    ]
+    return run["state"]
 
 
 def test_a_run_with_hidden_processes_is_not_lost(machine: SharedMachine) -> None:
     owner, folder = machine.owner, machine.scratch / "runs"
-    with subprocess.Popen(
-        [owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)],
-        user=owner.uid, group=owner.uid, extra_groups=(), umask=0o022, env=owner.environment(), cwd="/",  # noqa: E501
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with owner.start(owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
         folder.chmod(0o755)
-        assert listed(machine.other, folder)["state"] == "training"
-        assert listed(owner, folder)["state"] == "training"
+        assert state_of(machine.other, folder) == state_of(owner, folder) == "training"
         process.kill()
-    assert listed(owner, folder)["state"] == "lost"
+    assert state_of(owner, folder) == "lost"
 
 
 def test_commands_work_where_processes_are_hidden(machine: SharedMachine) -> None:
-    user = machine.other
-    for arguments in (["inspect", "--json"], ["doctor"], ["plan", "tiny"], ["runs"]):
-        done = hidden(user, user.interpreter, "-P", "-m", "so_tui", *arguments)
+    for command in ("inspect --json", "doctor", "plan tiny", "runs"):
+        done = hidden_so_tui(machine.other, *command.split())
         assert "Traceback" not in done.stderr, done.stderr
-        assert done.returncode in (0, 1), (arguments, done.stderr)
-        assert done.stdout, arguments
+        assert done.returncode in (0, 1), (command, done.stderr)
+        assert done.stdout, command

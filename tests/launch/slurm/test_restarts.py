@@ -142,7 +142,7 @@ def test_a_run_that_ended_by_itself_does_not_continue(
         ([{}, {"signalled": True}, {"warned": True}], False),
     ],
 )
-def test_a_run_that_a_person_stopped_is_not_restarted(
+def test_a_run_that_a_person_stopped_does_not_continue(
     asked: list[dict[str, bool]], continues: bool, run: RunDirectory
 ) -> None:
     """A scheduler that ends a job sends signals; neither they nor its warning replace what a person
