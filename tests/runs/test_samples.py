@@ -17,11 +17,11 @@ from so_tui.runs.records import (
     decode_sample,
     encode_line,
 )
-from so_tui.runs.samples import Resolution, SampleReader, _single, roll_up
+from so_tui.runs.samples import SampleReader, _Resolution, _single, roll_up
 
 BEGIN = 1_000_000_000.0
 SMALL = tuple(
-    Resolution(f"{name}-", interval_s, 80_000 if interval_s == 600 else 40_000, 8_000)
+    _Resolution(f"{name}-", interval_s, 80_000 if interval_s == 600 else 40_000, 8_000)
     for name, interval_s in (("raw", 0), ("10s", 10), ("60s", 60), ("600s", 600))
 )
 
