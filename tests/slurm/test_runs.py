@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -15,8 +14,7 @@ from so_tui.launch.executors import executor_of_attempt
 from so_tui.launch.launch import JobPhase, prepare, read_launch
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.places import _seen_machine
-from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError, queue
+from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import _write_submission
 from so_tui.launch.slurm.script import _builtin_sites, batch_script, load_site
 from so_tui.runs import RunDirectory
@@ -29,7 +27,6 @@ from tests.support.make_run import quad_machine
 from tests.support.plans import plan_of
 from tests.support.problems import rejected
 from tests.support.screen import opened
-from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.system
 SO_TUI = (sys.executable, "-P", "-m", "so_tui")
@@ -60,21 +57,12 @@ def test_inspect_in_an_allocation_records_its_node(cluster: Cluster) -> None:
     assert seen_host("strict") in NODES
 
 
-def test_a_queued_run_says_why_it_waits_and_can_be_stopped(busy: Cluster, tmp_path: Path) -> None:
-    run = submit(tmp_path)
-    state = wait_for(run, lambda state: "waits" in state.detail)
-    assert state.state == "queued"
-    job = executor_of_attempt(run, 1).status(run, 1)
-    assert job is not None
-    assert (job.phase, job.waits_for) == (JobPhase.QUEUED, "Resources")
-    assert stop(run).state == "stopped"
-    assert current_state(run).state == "stopped"
-    assert job.job_id not in busy.jobs()
-
-
 async def test_a_screen_shows_why_a_run_waits_and_cancels_it(busy: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path)
-    wait_for(run, lambda state: "waits" in state.detail)
+    state = wait_for(run, lambda state: "waits" in state.detail)
+    job = executor_of_attempt(run, 1).status(run, 1)
+    assert job is not None
+    assert (state.state, job.phase, job.waits_for) == ("queued", JobPhase.QUEUED, "Resources")
     async with opened(tmp_path, open_run=run) as ui:
         await ui.until(lambda: "free nodes" in ui.text())
         await ui.press("s")
@@ -84,6 +72,7 @@ async def test_a_screen_shows_why_a_run_waits_and_cancels_it(busy: Cluster, tmp_
         await ui.state_shown("stopped")
         await ui.press("2")
         await ui.until(lambda: "main, strict" in ui.text())
+    assert job.job_id not in busy.jobs()
 
 
 def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> None:
@@ -176,23 +165,6 @@ def test_slurm_accepts_profiles(name: str, nodes: str, cluster: Cluster, tmp_pat
     # A core for a core: the simulated nodes have two.
     (tmp_path / "job.sh").write_text(script.replace("--cpus-per-task=72", "--cpus-per-task=2"))
     cluster.run("sbatch", "--test-only", str(tmp_path / "job.sh"))
-
-
-def test_many_screens_ask_slurm_once_in_an_interval(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Job, ...]] = []
-    own_jobs = client.own_jobs
-
-    def counted() -> tuple[Job, ...]:
-        asked.append(own_jobs())
-        return asked[-1]
-
-    monkeypatch.setattr(client, "own_jobs", counted)
-    monkeypatch.setattr(client, "TIMEOUT_S", LIMIT_S)  # however long squeue takes
-    answers = [queue("simulated", 30) for _ in range(20)]
-    assert len(asked) == 1
-    assert len({msgspec.json.encode(answer) for answer in answers}) == 1
 
 
 def test_the_command_follows_a_job_to_its_end(cluster: Cluster, tmp_path: Path) -> None:

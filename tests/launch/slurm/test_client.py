@@ -93,17 +93,11 @@ def test_groups_of_nodes_add_up_to_partitions() -> None:
     )
 
 
-def test_the_form_says_what_the_chosen_partition_offers() -> None:
-    for chosen, part in (
-        ("normal", "12 of 106 nodes free, 4 GPUs each, at most 1-00:00:00"),
-        ("", "normal, gh-dev"),
-        ("closed", "closed now"),
-    ):
-        assert part in _partition_note(_parse_partitions(SEVERAL), chosen, slurm=True)
+def test_names_of_partitions_are_shown_harmless() -> None:
+    assert "normal, gh-dev" in _partition_note(_parse_partitions(SEVERAL), "", slurm=True)
     hostile = _parse_partitions("a\x1b[2Jb|up|1:00:00|1/1/0/2|gpu:2|(null)\n")
     for chosen in ("", hostile[0].name):
         assert _partition_note(hostile, chosen, slurm=True).isprintable()
-    assert _partition_note(hostile, "", slurm=False) == "no Slurm here"
 
 
 def submitted() -> str:
@@ -212,7 +206,6 @@ SPEC = tiny(
     slurm__constraint="gh",
 )
 FAILED = "sbatch: error: Batch job submission failed: "
-PARTITION = "sbatch: error: invalid partition specified: gh-dv\n"
 
 
 @pytest.fixture
@@ -231,39 +224,31 @@ def refused(install: Install, tmp_path: Path) -> Callable[[str], SoTuiError]:
 
 
 @pytest.mark.parametrize(
-    ("printed", "code", "field", "value"),
+    ("said", "code", "field", "value"),
     [
         (
-            f"{FAILED}Invalid account or account/partition combination specified",
+            "Invalid account or account/partition combination specified",
             *("slurm-account", "slurm.account", "mine"),
         ),
-        (
-            f"{PARTITION}{FAILED}Invalid partition name specified",
-            *("slurm-partition", "slurm.partition", "gh-dv"),
-        ),
-        (f"{FAILED}Invalid qos specification", "slurm-qos", "slurm.qos", "fast"),
-        (f"{FAILED}Invalid feature specification", "slurm-constraint", "slurm.constraint", "gh"),
-        (
-            f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)",
-            *("slurm-time-limit", "slurm.time_limit", "48:00:00"),
-        ),
-        (
-            f"{FAILED}Job violates accounting/QOS policy (job submit limit, ...)",
-            *("slurm-limit", "slurm.qos", "fast"),
-        ),
-        (f"{FAILED}Requested node configuration is not available", "slurm-nodes", "gpus", "2"),
-        # --nodes=9 of 2, by 24.11.5
-        (f"{FAILED}More processors requested than permitted", "slurm-nodes", "nodes", "1"),
-        (
-            "sbatch: error: Invalid generic resource (gres) specification",  # by 24.11.5
-            *("slurm-nodes", "gpus", "2"),
-        ),
+        ("Invalid partition name specified", "slurm-partition", "slurm.partition", "gh-dv"),
+        ("Invalid qos specification", "slurm-qos", "slurm.qos", "fast"),
+        ("Invalid feature specification", "slurm-constraint", "slurm.constraint", "gh"),
+        ("Requested time limit is invalid", "slurm-time-limit", "slurm.time_limit", "48:00:00"),
+        ("Job violates accounting/QOS policy", "slurm-limit", "slurm.qos", "fast"),
+        ("Requested node configuration is not available", "slurm-nodes", "gpus", "2"),
+        # --nodes=9 of 2, and --gres=gpu:9, by 24.11.5
+        ("More processors requested than permitted", "slurm-nodes", "nodes", "1"),
+        ("Invalid generic resource (gres) specification", "slurm-nodes", "gpus", "2"),
     ],
 )
 def test_refusal_names_its_key(
-    printed: str, code: str, field: str, value: str, refused: Callable[[str], InputError]
+    said: str, code: str, field: str, value: str, refused: Callable[[str], InputError]
 ) -> None:
-    (problem,) = refused(f"{printed}\n").problems
+    before = {
+        "slurm-partition": f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}",
+        "slurm-nodes": "sbatch: error: " if "gres" in said else FAILED,
+    }
+    (problem,) = refused(f"{before.get(code, FAILED)}{said} (and more)\n").problems
     assert (problem.code, problem.field, problem.value) == (code, field, value)
     assert "sbatch: error" not in problem.message
     assert problem.remedy

@@ -116,7 +116,7 @@ def test_why_a_job_failed_is_said(slurm: Queue) -> None:
     "state",
     [
         *("REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED"),
-        *("CONFIGURING", "REQUEUED", "STOPPED"),
+        *("PENDING", "CONFIGURING", "REQUEUED", "STOPPED"),
     ],
 )
 @pytest.mark.parametrize("recorded", ["queued", "training"])
@@ -143,13 +143,6 @@ def test_heartbeat_decides_in_silence(slurm: Queue, monkeypatch: pytest.MonkeyPa
     slurm.trains()
     os.utime(slurm.run.state_path, (0, 0))
     assert slurm.state().state == "lost"
-
-
-def test_waiting_job_changes_nothing(slurm: Queue) -> None:
-    before = read_state(slurm.run)
-    slurm.says(slurm.job("PENDING", "Priority"))
-    assert slurm.state() == replace(before, detail=slurm.state().detail)
-    assert read_state(slurm.run) == before
 
 
 def test_forgotten_job_ends_queued_runs(slurm: Queue) -> None:

@@ -231,20 +231,21 @@ PERSON: dict[str, bool] = {}
 
 
 @pytest.mark.parametrize(
-    ("state", "saved_before", "saved", "asked", "continues"),
+    ("state", "saved_before", "saved", "asked", "start_over", "continues"),
     [
-        ("stopped", None, 10, [WARNED], True),
-        ("stopped", 10, 20, [WARNED], True),
-        ("stopped", 10, 10, [WARNED], False),
-        ("stopped", 10, None, [WARNED], False),
-        ("stopped", None, None, [WARNED], False),
-        ("stopped", None, 0, [WARNED], False),
-        ("finished", None, 20, [WARNED], False),
-        ("failed", None, 20, [WARNED], False),
-        ("lost", None, 20, [WARNED], False),
+        ("stopped", 100, 20, [WARNED], True, True),  # what was saved before was discarded
+        ("stopped", None, 10, [WARNED], False, True),
+        ("stopped", 10, 20, [WARNED], False, True),
+        ("stopped", 10, 10, [WARNED], False, False),
+        ("stopped", 10, None, [WARNED], False, False),
+        ("stopped", None, None, [WARNED], False, False),
+        ("stopped", None, 0, [WARNED], False, False),
+        ("finished", None, 20, [WARNED], False, False),
+        ("failed", None, 20, [WARNED], False, False),
+        ("lost", None, 20, [WARNED], False, False),
         # Whether the person or the warning came first.
-        ("stopped", None, 20, [WARNED, PERSON], False),
-        ("stopped", None, 20, [PERSON, WARNED], False),
+        ("stopped", None, 20, [WARNED, PERSON], False, False),
+        ("stopped", None, 20, [PERSON, WARNED], False, False),
     ],
 )
 def test_only_a_warned_run_that_saved_something_new_has_a_successor(
@@ -252,6 +253,7 @@ def test_only_a_warned_run_that_saved_something_new_has_a_successor(
     saved_before: int | None,
     saved: int | None,
     asked: list[dict[str, bool]],
+    start_over: bool,
     continues: bool,
     run: RunDirectory,
 ) -> None:
@@ -260,7 +262,7 @@ def test_only_a_warned_run_that_saved_something_new_has_a_successor(
     change_state(run, state=state, saved_step=saved)
     before = RunState(name=run.name, state="queued", saved_step=saved_before)
     for requeue in (False, True):
-        assert _goes_on(run, before, start_over=False, requeue=requeue) is continues
+        assert _goes_on(run, before, start_over=start_over, requeue=requeue) is continues
 
 
 @pytest.mark.parametrize(
@@ -281,10 +283,3 @@ def test_a_run_that_lost_a_node_continues_if_it_saved_something(
     before = RunState(name=run.name, state="queued", saved_step=10)
     assert _goes_on(run, before, start_over=False, requeue=True) is lost
     assert not _goes_on(run, before, start_over=False, requeue=False)
-
-
-def test_starting_over_forgets_what_was_discarded(run: RunDirectory) -> None:
-    request_stop(run, warned=True)
-    change_state(run, state="stopped", saved_step=20)
-    before = RunState(name=run.name, state="queued", saved_step=100)
-    assert _goes_on(run, before, start_over=True, requeue=False)
