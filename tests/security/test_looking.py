@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,11 +17,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from so_tui.runs import RunDirectory, read_state
+from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.supervisor.ending import request_stop
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import Process, State
-from tests.support.hostile_run import gone, open_to_all, write_hostile_run
+from so_tui.spec import find_preset
+from tests.support.records import change_state
 from tests.support.users import SharedMachine, User
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -43,6 +49,21 @@ except SoTuiError as error:
     print(error)
 """
 SLEEPER = "import time; time.sleep(600)"
+GONE = Process(pid=os.getpid(), start_time=1, role="supervisor")
+"""A process that does not exist."""
+
+
+def write_hostile_run(folder: Path, proof: Path, **claims: Any) -> RunDirectory:
+    """Write a run whose first attempt would write its user's number into ``proof``, and whose
+    state claims processes, which a request to stop would have killed.
+    """
+    launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
+    run = create_run(launch.spec, folder)
+    attempt = new_attempt(run)
+    write_launch(run, attempt, replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
+    change_state(run, attempt=attempt, host=socket.gethostname(), **claims)
+    request_stop(run, grace_s=0.0, reason="a trap")
+    return run
 
 
 @dataclass(frozen=True)
@@ -67,19 +88,19 @@ class Scene:
     def hostile(self, state: State = "starting", *, supervised: bool = False) -> RunDirectory:
         """Return a run of the other user, which the viewer may even write to."""
         folder = self.machine.scratch / "runs"
-        supervisor = self.known if supervised else gone()
-        run = write_hostile_run(
-            folder, self.proof, state=state, processes=(self.known,), supervisor=supervisor
-        )
-        open_to_all(run)
+        claims = {"processes": (self.known,), "supervisor": self.known if supervised else GONE}
+        run = write_hostile_run(folder, self.proof, state=state, **claims)
+        for path in (run.path, *run.path.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o777 if path.is_dir() else 0o666)
         self.machine.owner.give(folder)
         return run
 
     def own(self, **claims: Any) -> RunDirectory:
         """Return a hostile run in the viewer's own folder."""
         folder = self.viewer.home / "runs"
-        claims = {"supervisor": gone()} | claims
-        run = write_hostile_run(folder, self.proof, state="training", **claims)
+        claims = {"state": "training", "supervisor": GONE} | claims
+        run = write_hostile_run(folder, self.proof, **claims)
         self.viewer.give(folder)
         return run
 
