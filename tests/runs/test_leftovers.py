@@ -107,9 +107,12 @@ def test_same_inode_elsewhere_is_another_file(tmp_path: Path, ended: Process) ->
 
 def test_links_pipes_folders_and_other_users_files_stay(tmp_path: Path, ended: Process) -> None:
     stem = f"torch_{ended.pid}"
-    (tmp_path / f"{stem}_1_0").symlink_to(*touched(tmp_path, "precious"))
+    precious, theirs = touched(tmp_path, "precious", f"{stem}_4_0")
+    (tmp_path / f"{stem}_1_0").symlink_to(precious)
     os.mkfifo(tmp_path / f"{stem}_2_0")
     (tmp_path / f"{stem}_3_0").mkdir()
     if os.geteuid() == 0:
-        os.chown(*touched(tmp_path, f"{stem}_4_0"), 61_999, 61_999)
+        os.chown(theirs, 61_999, 61_999)
+    else:
+        theirs.unlink()
     assert remove_leftovers([ended], tmp_path) == ()

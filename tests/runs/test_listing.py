@@ -210,7 +210,7 @@ except InputError as error:
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", FULL_DISK, tmp_path / "runs"]
+    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["runs-dir-not-writable"]
     assert list((tmp_path / "runs").iterdir()) == []

@@ -116,7 +116,7 @@ def test_records_come_back_as_they_were_written(run: RunDirectory) -> None:
     steps += [step(47 + i, loss=loss, gradient_norm=None) for i, loss in enumerate(diverged)]
     warning = WarningRecord(attempt=1, time=2e9, message="slow", suggestion="packing")
     end = EndRecord(attempt=1, time=2e9, state="finished", step=49)
-    records = [start(1), *steps, evaluated(49), saved(49), warning, end]
+    records: list[MetricRecord] = [start(1), *steps, evaluated(49), saved(49), warning, end]
     write(run, 1, *records)
     reader = RunReader(run)
     assert str(read_all(reader)) == str(records)

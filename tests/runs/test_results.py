@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import EvaluationRecord, MetricRecord, ResumedRecord
@@ -70,8 +71,8 @@ def test_throughput_is_that_of_the_steps_together(run: RunDirectory) -> None:
     times = [(9.0, 0.1), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5), (1.0, None)]
     for number, (step_s, mfu) in enumerate(times, start=1):
         rate = 1300 / step_s
-        figures = {"useful_tokens": 1300, "useful_tokens_per_s_total": rate, "mfu": mfu}
-        append(run, step(number, step_s=step_s, **figures))
+        timed = step(number, step_s=step_s, useful_tokens_per_s_total=rate, mfu=mfu)
+        append(run, replace(timed, useful_tokens=1300))
     found = results_of(read_all(run), SPEC, 5)
     assert (found.tokens_per_s, found.step_s) == (500.0, 2.6)
     assert found.mfu == pytest.approx((0.9 + 1.5) / 12)

@@ -32,7 +32,8 @@ def use(
 ) -> tuple[int, list[Path], str]:
     """Let the owner make and use the folders, with a lax umask: exit code, folders and errors."""
     user = machine.owner
-    done = user.run(user.interpreter, "-P", "-c", code, umask=0o002, **(changes or {}))
+    argv = (user.interpreter, "-P", "-c", code)
+    done = user.run(*argv, timeout_s=60.0, umask=0o002, **(changes or {}))
     return done.returncode, [Path(line) for line in done.stdout.splitlines()], done.stderr
 
 

@@ -146,7 +146,8 @@ def test_a_kernel_exchanged_after_the_check_is_not_loaded(
     load(machine)
     folder.parent.chmod(0o777)
     user = machine.owner
-    with user.start(user.interpreter, "-P", "-c", LOAD_LATE, **environment(machine)) as process:
+    argv = (user.interpreter, "-P", "-c", LOAD_LATE)
+    with user.start(*argv, umask=0o022, **environment(machine)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "checked\n", process.communicate()[1]
         (name,) = os.listdir(folder)  # noqa: PTH208 - the name alone

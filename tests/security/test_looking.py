@@ -128,7 +128,7 @@ def scene(machine: SharedMachine) -> Iterator[Scene]:
 def marked(user: User, run: RunDirectory, known: str) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that carries the marker of a run."""
     marker = {"SO_TUI_RUN": str(run.path), "SO_TUI_RUN_ID": known, "SO_TUI_ATTEMPT": "1"}
-    with user.start(user.interpreter, "-c", SLEEPER, **marker) as member:
+    with user.start(user.interpreter, "-c", SLEEPER, umask=0o022, **marker) as member:
         try:
             yield member
         finally:

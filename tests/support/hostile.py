@@ -103,15 +103,22 @@ def hostile_run(runs_dir: Path) -> RunDirectory:
         name="hostile",
     )
     run, now = RunDirectory(written.path.rename(runs_dir / IN_A_NAME)), time.time()
-    told = {"reason": HOSTILE, "suggestion": HOSTILE}
-    summary = {HOSTILE: 1.0}
+    told = dict.fromkeys(("reason", "suggestion", "detail", "host"), HOSTILE)
     append_records(
         run,
         PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
         WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE),
-        EndRecord(attempt=1, time=now, state="failed", step=3, summary=summary, **told),
+        EndRecord(
+            attempt=1,
+            time=now,
+            state="failed",
+            step=3,
+            reason=HOSTILE,
+            suggestion=HOSTILE,
+            summary={HOSTILE: 1.0},
+        ),
     )
-    change_state(run, detail=HOSTILE, host=HOSTILE, started=now, ended=now, **told)
+    change_state(run, started=now, ended=now, **told)
     for log in run.attempts_dir.glob("*/*.log"):
         log.write_bytes(HOSTILE.encode() + b"\n\x9b31m raw byte\n" + HOSTILE.encode())
     return run
