@@ -76,21 +76,6 @@ def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == files.split()
 
 
-def test_creators_at_the_same_time_get_runs_of_their_own(spec: RunSpec) -> None:
-    made: list[RunDirectory] = []
-
-    def create() -> None:
-        made.extend(create_run(spec) for _ in range(25))
-
-    threads = [threading.Thread(target=create) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({run.path for run in made}) == 100
-    assert {run.path for run in list_runs()} == {run.path for run in made}
-
-
 HOSTILE = ["..", "../up", "/tmp/x", "a/b", "-x", ".hidden", "a b", "a\n", "\x1b[2J", "$(id)", "ü"]
 
 
