@@ -210,8 +210,8 @@ RESOLUTIONS = (
 
 
 class SampleWriter:
-    """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished
-    roll-ups, but no sample.
+    """Appends the samples of one host in one attempt. Only the supervisor has one. A crash loses
+    unfinished roll-ups, but no sample.
     """
 
     def __init__(self, run: RunDirectory, host: str) -> None:
@@ -240,10 +240,7 @@ class SampleWriter:
         if level == len(self._rollups):
             return
         parts, resolution = self._open[level], RESOLUTIONS[level + 1]
-        if parts and (
-            _bucket(parts[0], resolution) != _bucket(part, resolution)
-            or parts[0].mean.attempt != part.mean.attempt
-        ):
+        if parts and _bucket(parts[0], resolution) != _bucket(part, resolution):
             self._complete(level)
         self._open[level].append(part)
 
@@ -284,7 +281,7 @@ class SampleReader:
         self._number = 0
         self._offset = 0
 
-    def poll(self, *, limit_bytes: int = MEBIBYTE) -> tuple[Sample, ...]:
+    def poll(self) -> tuple[Sample, ...]:
         """Return the samples since the last poll; at first those of the newest segment. Older ones
         come from ``history``.
         """
@@ -297,9 +294,9 @@ class SampleReader:
                 continue
             if number > self._number:
                 self._number, self._offset = number, 0
-            lines, self._offset = read_lines(path, self._offset, limit_bytes)
+            lines, self._offset = read_lines(path, self._offset, MEBIBYTE)
             found += [sample for line in lines if (sample := decode_sample(line)) is not None]
-            if sum(map(len, lines)) >= limit_bytes // 2:
+            if sum(map(len, lines)) >= MEBIBYTE // 2:
                 break
         return tuple(found)
 
