@@ -248,7 +248,7 @@ PERSON: dict[str, bool] = {}
         ("stopped", None, 20, [PERSON, WARNED], False, False),
     ],
 )
-def test_only_a_warned_run_that_saved_something_new_has_a_successor(
+def test_only_a_warned_run_that_saved_anew_has_a_successor(
     state: str,
     saved_before: int | None,
     saved: int | None,
