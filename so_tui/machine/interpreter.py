@@ -11,10 +11,11 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 
 from so_tui.machine.software import known_versions, package_version, torch_build
-from so_tui.trust.files import open_regular
+from so_tui.trust.files import open_descriptor
 
 _MAGIC, _LITTLE_ENDIAN = b"\x7fELF", 1
 _ARCHITECTURES = {0x3E: "x86_64", 0xB7: "aarch64"}
@@ -31,7 +32,7 @@ def architecture_of(interpreter: str) -> str:
     if not path.is_absolute():
         return ""
     try:
-        with open_regular(path) as file:
+        with FileIO(open_descriptor(path), "rb") as file:
             header = file.read(20)
     except OSError:
         return ""

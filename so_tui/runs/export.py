@@ -26,7 +26,7 @@ import msgspec
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import Count, EvaluationRecord, StepRecord
 from so_tui.spec.check import exists
-from so_tui.spec.errors import reject, shown
+from so_tui.spec.errors import InputError, reject, shown
 
 EVALUATION_LOSS = "evaluation_loss"
 COLUMNS = (*(field for field in StepRecord.__struct_fields__ if field != "v"), EVALUATION_LOSS)
@@ -61,29 +61,14 @@ def export_metrics(
         OSError: The run cannot be read.
     """
     if path.suffix not in FORMATS:
-        raise reject(
-            "unknown-format",
-            "--to",
-            shown(str(path)),
-            "is neither CSV nor Parquet",
-            "Give a name that ends in .csv or .parquet.",
-        )
+        remedy = "Give a name that ends in .csv or .parquet."
+        raise _unfit(path, "unknown-format", "is neither CSV nor Parquet", remedy)
     if reader.latest is None:
-        raise reject(
-            "no-steps",
-            "--to",
-            shown(str(path)),
-            "would be empty: the run has no steps yet",
-            "Wait for its first step.",
-        )
+        message = "would be empty: the run has no steps yet"
+        raise _unfit(path, "no-steps", message, "Wait for its first step.")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise reject(
-            "pyarrow-missing",
-            "--to",
-            shown(str(path)),
-            "needs pyarrow",
-            "Install it (`pip install pyarrow`), or write .csv.",
-        )
+        remedy = "Install it (`pip install pyarrow`), or write .csv."
+        raise _unfit(path, "pyarrow-missing", "needs pyarrow", remedy)
     return export_rows(path, columns, _rows(reader, columns), progress)
 
 
@@ -96,13 +81,7 @@ def export_rows(
     """Write rows into a new file under another name, give it its own once it is complete, and
     return the number of rows. Raises InputError as ``export_metrics``.
     """
-    taken = reject(
-        "file-exists",
-        "--to",
-        shown(str(path)),
-        "exists already",
-        "Choose another name, or remove it.",
-    )
+    taken = _unfit(path, "file-exists", "exists already", "Choose another name, or remove it.")
     if exists(path):
         raise taken
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -119,17 +98,16 @@ def export_rows(
     except FileExistsError:
         raise taken from None
     except OSError as error:
-        raise reject(
-            "not-writable",
-            "--to",
-            shown(str(path)),
-            f"cannot be written: {error.strerror or error}",
-            "Choose another folder.",
-        ) from None
+        message = f"cannot be written: {error.strerror or error}"
+        raise _unfit(path, "not-writable", message, "Choose another folder.") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return count
+
+
+def _unfit(path: Path, code: str, message: str, remedy: str) -> InputError:
+    return reject(code, "--to", shown(str(path)), message, remedy)
 
 
 def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -153,9 +131,8 @@ def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, 
 
 
 def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, ...]:
-    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS} | {
-        EVALUATION_LOSS: evaluation.loss
-    }
+    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS}
+    known[EVALUATION_LOSS] = evaluation.loss
     return tuple(known.get(column) for column in columns)
 
 

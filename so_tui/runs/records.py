@@ -8,8 +8,9 @@ screen. Times are in Unix seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -89,7 +90,7 @@ ENDING = "ending"
 FINAL_STATES: frozenset[State] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
-class Record(
+class _Record(
     Struct,
     frozen=True,
     kw_only=True,
@@ -103,7 +104,7 @@ class Record(
     time: Time
 
 
-class StartRecord(Record, frozen=True, kw_only=True):
+class StartRecord(_Record, frozen=True, kw_only=True):
     """First record of an attempt: model, settings and hardware."""
 
     model: str
@@ -123,7 +124,7 @@ class StartRecord(Record, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
 
 
-class PhaseRecord(Record, frozen=True, kw_only=True):
+class PhaseRecord(_Record, frozen=True, kw_only=True):
     """The trainer entered a phase; ``detail`` describes it in a few words."""
 
     phase: Literal["loading", "training", "saving"]
@@ -159,13 +160,13 @@ class RankBindingReport(Struct, frozen=True, kw_only=True):
     """Why the planned binding failed (such as a forbidden system call); empty if it succeeded."""
 
 
-class BindingRecord(Record, frozen=True, kw_only=True):
+class BindingRecord(_Record, frozen=True, kw_only=True):
     """The binding of all ranks."""
 
     ranks: tuple[RankBindingReport, ...]
 
 
-class StepRecord(Record, frozen=True, kw_only=True):
+class StepRecord(_Record, frozen=True, kw_only=True):
     """One optimizer step. ``docs/metrics.md`` defines the fields."""
 
     step: Count
@@ -209,7 +210,7 @@ class StepRecord(Record, frozen=True, kw_only=True):
     """Steps of this attempt so far that were not taken, because a gradient was not finite."""
 
 
-class CheckpointRecord(Record, frozen=True, kw_only=True):
+class CheckpointRecord(_Record, frozen=True, kw_only=True):
     """A checkpoint was saved."""
 
     step: Count
@@ -231,7 +232,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     """
 
 
-class EvaluationRecord(Record, frozen=True, kw_only=True):
+class EvaluationRecord(_Record, frozen=True, kw_only=True):
     """Loss on held-out documents after ``step`` steps."""
 
     step: Count
@@ -243,7 +244,7 @@ class EvaluationRecord(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class WarningRecord(Record, frozen=True, kw_only=True):
+class WarningRecord(_Record, frozen=True, kw_only=True):
     """Something that the user should know, while training continues."""
 
     code: str = ""
@@ -254,13 +255,13 @@ class WarningRecord(Record, frozen=True, kw_only=True):
     suggestion: str = ""
 
 
-class ResumedRecord(Record, frozen=True, kw_only=True, tag="resumed_from_step"):
+class ResumedRecord(_Record, frozen=True, kw_only=True, tag="resumed_from_step"):
     """Training resumed from ``step``: later steps of earlier attempts are superseded."""
 
     step: Count
 
 
-class EndRecord(Record, frozen=True, kw_only=True):
+class EndRecord(_Record, frozen=True, kw_only=True):
     """How the trainer ended. Without this record, a run is not ``finished``."""
 
     state: Literal["finished", "stopped", "failed"]
@@ -503,9 +504,7 @@ class Rollup(Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.json.Encoder()
-_metrics: msgspec.json.Decoder[MetricRecord] = msgspec.json.Decoder(MetricRecord, strict=False)
-_samples = msgspec.json.Decoder(Sample)
-_rollups = msgspec.json.Decoder(Rollup)
+Line = TypeVar("Line")
 
 
 def encode_line(record: msgspec.Struct) -> bytes:
@@ -516,30 +515,24 @@ def encode_line(record: msgspec.Struct) -> bytes:
     return line + b"\n"
 
 
-def decode_metric(line: bytes) -> MetricRecord | None:
-    """Return the record of a line; None for an incomplete or implausible line or an unknown
-    kind.
+def _decoding(decoder: msgspec.json.Decoder[Line]) -> Callable[[bytes], Line | None]:
+    """Return a function that decodes a line; None for an incomplete or implausible line or an
+    unknown kind.
     """
-    try:
-        return decoded(_metrics, line)
-    except msgspec.DecodeError:
-        return None
+
+    def decode(line: bytes) -> Line | None:
+        try:
+            return decoded(decoder, line)
+        except msgspec.DecodeError:
+            return None
+
+    return decode
 
 
-def decode_sample(line: bytes) -> Sample | None:
-    """Return the sample of a line; None for an incomplete line."""
-    try:
-        return decoded(_samples, line)
-    except msgspec.DecodeError:
-        return None
-
-
-def decode_rollup(line: bytes) -> Rollup | None:
-    """Return the roll-up of a line; None for an incomplete line."""
-    try:
-        return decoded(_rollups, line)
-    except msgspec.DecodeError:
-        return None
+_metrics: msgspec.json.Decoder[MetricRecord] = msgspec.json.Decoder(MetricRecord, strict=False)
+decode_metric = _decoding(_metrics)
+decode_sample = _decoding(msgspec.json.Decoder(Sample))
+decode_rollup = _decoding(msgspec.json.Decoder(Rollup))
 
 
 def _spelled(value: Any) -> Any:

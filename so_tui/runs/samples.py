@@ -191,7 +191,7 @@ def _share(sample: Sample, name: str) -> float:
 _FIRST_LINE_BYTES = 1 << 13
 
 
-class Resolution(msgspec.Struct, frozen=True):
+class _Resolution(Struct, frozen=True):
     """A file family of samples or roll-ups."""
 
     stem: str
@@ -202,16 +202,16 @@ class Resolution(msgspec.Struct, frozen=True):
 
 
 RESOLUTIONS = (
-    Resolution("raw-", 0, 28 * MEBIBYTE),
-    Resolution("10s-", 10, 22 * MEBIBYTE),
-    Resolution("60s-", 60, 22 * MEBIBYTE),
-    Resolution("600s-", 600, 22 * MEBIBYTE),
+    _Resolution("raw-", 0, 28 * MEBIBYTE),
+    _Resolution("10s-", 10, 22 * MEBIBYTE),
+    _Resolution("60s-", 60, 22 * MEBIBYTE),
+    _Resolution("600s-", 600, 22 * MEBIBYTE),
 )
 
 
 class SampleWriter:
-    """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished
-    roll-ups, but no sample.
+    """Appends the samples of one host in one attempt. Only the supervisor has one. A crash loses
+    unfinished roll-ups, but no sample.
     """
 
     def __init__(self, run: RunDirectory, host: str) -> None:
@@ -240,10 +240,7 @@ class SampleWriter:
         if level == len(self._rollups):
             return
         parts, resolution = self._open[level], RESOLUTIONS[level + 1]
-        if parts and (
-            _bucket(parts[0], resolution) != _bucket(part, resolution)
-            or parts[0].mean.attempt != part.mean.attempt
-        ):
+        if parts and _bucket(parts[0], resolution) != _bucket(part, resolution):
             self._complete(level)
         self._open[level].append(part)
 
@@ -254,7 +251,7 @@ class SampleWriter:
         self._fold(whole, level + 1)
 
 
-def _pruned(folder: Path, resolution: Resolution) -> SegmentWriter:
+def _pruned(folder: Path, resolution: _Resolution) -> SegmentWriter:
     """Return a writer of the segments of one resolution that drops the oldest above its limit."""
 
     def prune() -> None:
@@ -284,7 +281,7 @@ class SampleReader:
         self._number = 0
         self._offset = 0
 
-    def poll(self, *, limit_bytes: int = MEBIBYTE) -> tuple[Sample, ...]:
+    def poll(self) -> tuple[Sample, ...]:
         """Return the samples since the last poll; at first those of the newest segment. Older ones
         come from ``history``.
         """
@@ -297,9 +294,9 @@ class SampleReader:
                 continue
             if number > self._number:
                 self._number, self._offset = number, 0
-            lines, self._offset = read_lines(path, self._offset, limit_bytes)
+            lines, self._offset = read_lines(path, self._offset, MEBIBYTE)
             found += [sample for line in lines if (sample := decode_sample(line)) is not None]
-            if sum(map(len, lines)) >= limit_bytes // 2:
+            if sum(map(len, lines)) >= MEBIBYTE // 2:
                 break
         return tuple(found)
 
@@ -319,7 +316,7 @@ class SampleReader:
         wanted_s = (last - first) / max(1, rows)
         intervals_s = [resolution.interval_s for resolution in RESOLUTIONS]
         level = max(0, bisect_right(intervals_s, wanted_s) - 1)
-        parts: list[tuple[Resolution, float]] = []
+        parts: list[tuple[_Resolution, float]] = []
         until = last
         for resolution in RESOLUTIONS[level:]:
             parts.insert(0, (resolution, until))
@@ -332,7 +329,7 @@ class SampleReader:
                 yield row
                 since = math.nextafter(row.mean.time, math.inf)
 
-    def _rows(self, resolution: Resolution, first: float, last: float) -> Iterator[Rollup]:
+    def _rows(self, resolution: _Resolution, first: float, last: float) -> Iterator[Rollup]:
         paths = list(segments(self._folder, resolution.stem).values())
         starts = [self._start(resolution, path) for path in paths]
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
@@ -343,7 +340,7 @@ class SampleReader:
                 yield from self._rows_of(resolution, path, first, last)
 
     def _rows_of(
-        self, resolution: Resolution, path: Path, first: float, last: float
+        self, resolution: _Resolution, path: Path, first: float, last: float
     ) -> Iterator[Rollup]:
         """Yield the rows of a segment between two times: all lines are decoded when it is read
         first, then only those.
@@ -363,7 +360,7 @@ class SampleReader:
             if row is not None and first <= row.mean.time <= last:
                 yield row
 
-    def _start(self, resolution: Resolution, path: Path) -> float:
+    def _start(self, resolution: _Resolution, path: Path) -> float:
         """Return the time of a segment's first row; infinity if it has none yet. Lines before it
         may be damaged, as by a full disk.
         """
@@ -410,11 +407,11 @@ class _KnownLines:
         return found
 
 
-def _bucket(part: Rollup, resolution: Resolution) -> int:
+def _bucket(part: Rollup, resolution: _Resolution) -> int:
     return int(part.mean.time // resolution.interval_s)
 
 
-def _as_rollup(resolution: Resolution, line: bytes) -> Rollup | None:
+def _as_rollup(resolution: _Resolution, line: bytes) -> Rollup | None:
     if resolution.interval_s:
         return decode_rollup(line)
     sample = decode_sample(line)

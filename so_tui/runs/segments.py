@@ -130,7 +130,7 @@ class SegmentWriter:
         folder: Path,
         stem: str = "",
         *,
-        limit_bytes: int = 4 * MEBIBYTE,
+        limit_bytes: int,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the folder, but not its parent, so that a deleted run stays deleted. Raises

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from io import FileIO
 from pathlib import Path
 from typing import Literal
 
@@ -43,18 +42,13 @@ class UnfitFileError(OSError):
         super().__init__(f"{path} {words}")
 
 
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading, without a buffer. Links are followed.
+def open_descriptor(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor. Links are followed.
 
     Raises:
         UnfitFileError: It is a folder, a pipe, a socket or a device.
         OSError: It cannot be opened.
     """
-    return FileIO(open_descriptor(path), "rb")
-
-
-def open_descriptor(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; otherwise as ``open_regular``."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means
     # nothing.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

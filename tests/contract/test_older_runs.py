@@ -13,12 +13,11 @@ import os
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from so_tui.cli import main
 from so_tui.launch.launch import read_launch
-from so_tui.machine.types import Machine
+from so_tui.machine import load_machine
 from so_tui.runs.directory import RunDirectory
 
 DATA = Path(__file__).parents[1] / "data"
@@ -39,37 +38,25 @@ def older(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return runs / "tiny"
 
 
+Output = pytest.CaptureFixture[str]
+
+
 @pytest.mark.usefixtures("older")
-def test_older_run_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_older_run_is_listed_compared_and_watched(capsys: Output) -> None:
+    loss = pytest.approx(sum(LOSSES[-5:]) / 5)
     assert main(["runs", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
-    seen = {key: run[key] for key in ("name", "state", "step", "total_steps", "attempts")}
-    assert seen == {
-        "name": "tiny",
-        "state": "finished",
-        "step": 20,
-        "total_steps": 20,
-        "attempts": 1,
-    }
-    assert run["results"]["mean_steps"] == 5
-    assert run["results"]["loss"] == pytest.approx(sum(LOSSES[-5:]) / 5)
-
-
-@pytest.mark.usefixtures("older")
-def test_older_run_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = [run[key] for key in ("name", "state", "step", "total_steps", "attempts")]
+    assert seen == ["tiny", "finished", 20, 20, 1]
+    assert (run["results"]["mean_steps"], run["results"]["loss"]) == (5, loss)
     assert main(["compare", "tiny", "tiny", "--json"]) == 0
     run = json.loads(capsys.readouterr().out)["runs"][0]
-    assert (run["step"], run["settings"]) == (20, {})
-    assert run["results"]["loss"] == pytest.approx(sum(LOSSES[-5:]) / 5)
+    assert (run["step"], run["settings"], run["results"]["loss"]) == (20, {}, loss)
     assert run["results"]["host_memory_bytes"] > 2**30 - 2**27
-
-
-@pytest.mark.usefixtures("older")
-def test_older_run_is_watched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "tiny", "--plain"]) == 0
     lines = capsys.readouterr().out
-    for step in range(1, 21):
-        assert f"step {step}/20  loss {LOSSES[step - 1]:.4f}" in lines
+    for step, at in enumerate(LOSSES, start=1):
+        assert f"step {step}/20  loss {at:.4f}" in lines
     assert "finished at step 20, saved step 20" in lines
 
 
@@ -79,12 +66,10 @@ def test_launch_of_older_run_is_one_struct(older: Path) -> None:
     assert launch.ds_config == json.loads((attempt / "ds_config.json").read_bytes())
     plan = json.loads((attempt / "plan.json").read_bytes())
     assert launch.plan.ratio == plan["ratio"]
-    assert [rank.cpus for rank in launch.plan.binding] == [
-        tuple(rank["cpus"]) for rank in plan["binding"]
+    assert [list(rank.cpus) for rank in launch.plan.binding] == [
+        rank["cpus"] for rank in plan["binding"]
     ]
-    assert launch.machine == msgspec.json.decode(
-        (attempt / "machine.node1.json").read_bytes(), type=Machine
-    )
+    assert launch.machine == load_machine(attempt / "machine.node1.json")
 
 
 @pytest.mark.usefixtures("older")
@@ -101,13 +86,13 @@ def test_metrics_of_older_run_are_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("older")
-def test_older_run_that_finished_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_older_run_that_finished_is_not_resumed(capsys: Output) -> None:
     assert main(["resume", "tiny"]) == 2
     assert "finished all of its 20 steps" in capsys.readouterr().err
 
 
 def test_older_checkpoint_without_states_is_not_exported(
-    older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    older: Path, tmp_path: Path, capsys: Output
 ) -> None:
     """Its manifest is read: what is missed is the file that it names."""
     assert main(["export", "tiny", "--to", str(tmp_path / "model")]) != 0

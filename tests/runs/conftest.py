@@ -1,23 +1,13 @@
-"""Fixtures for tests of the run directory: a run, and records."""
+"""Fixtures for tests of the run directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from so_tui.runs import RunDirectory, create_run
-from so_tui.runs.records import StepRecord
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
-from tests.support.records import step_record
-
-SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
-
-
-@pytest.fixture
-def spec() -> RunSpec:
-    return SPEC
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +17,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run() -> RunDirectory:
-    return create_run(SPEC)
+def spec() -> RunSpec:
+    return RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
 
 
 @pytest.fixture
-def step() -> Callable[..., StepRecord]:
-    return step_record
+def run(spec: RunSpec) -> RunDirectory:
+    return create_run(spec)

@@ -8,26 +8,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader, read_spec
+from so_tui.cli import main
+from so_tui.runs import RunDirectory, RunReader, log_readers, new_attempt, read_spec
 from so_tui.runs import state as control
 from so_tui.runs.liveness import concluded
-from so_tui.runs.records import (
-    OutcomeCode,
-    RunState,
-    StepRecord,
-    decode_metric,
-    decode_sample,
-)
+from so_tui.runs.records import OutcomeCode, RunState, decode_metric, decode_sample
+from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
-from so_tui.spec import InputError
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
 from tests.support.problems import rejected
+from tests.support.records import append_records, step_record
 from tests.support.waiting import LIMIT_S
-
-Step = Callable[..., StepRecord]
 
 WARNING = b'{"kind":"warning","attempt":1,"time":1.0,"message":"m"%s}'
 
@@ -52,40 +45,44 @@ def test_a_hostile_record_is_skipped(line: bytes) -> None:
     assert decode_sample(line) is None
 
 
-def _write(run: RunDirectory, step: Step) -> None:
-    writer = MetricsWriter(run, 1)
-    for number in range(200):
-        writer.append(step(number + 1))
-    writer.close()
-
-
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_hostile_segment_holds_up_no_reader(
-    make: Callable[[Path], None], run: RunDirectory, step: Step
-) -> None:
-    _write(run, step)
+def test_hostile_file_holds_up_no_reader(make: Callable[[Path], None], run: RunDirectory) -> None:
+    append_records(run, *map(step_record, range(1, 201)))
     make(run.metrics_dir / "000002.jsonl")
-    folder = run.samples_dir("host")
-    folder.mkdir()
-    make(folder / "raw-000001.jsonl")
+    run.samples_dir("host").mkdir()
+    make(run.samples_dir("host") / "raw-000001.jsonl")
+    make(run.log_path(new_attempt(run), "host"))
     begun = time.monotonic()
     reader = RunReader(run)
     while reader.poll().more:
         assert time.monotonic() - begun < LIMIT_S
     reader.poll()
-    assert reader.metrics.latest is not None
-    assert reader.metrics.latest.step == 200
-    assert (
-        concluded(run, RunState(name=run.name, state="training", attempt=1)).code
-        is OutcomeCode.UNOBSERVED
-    )
+    assert reader.metrics.latest == step_record(200)
+    log_readers(run)[0].tail(10)
+    unwatched = RunState(name=run.name, state="training", attempt=1)
+    assert concluded(run, unwatched).code is OutcomeCode.UNOBSERVED
+    run.state_path.unlink()
+    make(run.state_path)
+    with rejected("unreadable-state"):
+        read_state(run)
+    assert main(["runs"]) == 0
     assert time.monotonic() - begun < LIMIT_S
 
 
+STATE = b'{"name":"r","state":"training",%s}'
+
+
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{", b"{}", b"9" * 5000]
+    "content",
+    [
+        *(b"[" * 100_000, b'{"name":"\xff"}', b"", b"{", b"{}", b"9" * 5000),
+        *(STATE % b'"started":1e300', STATE % b'"ended":-1.0', STATE % b'"step":-5'),
+        STATE % b'"total_steps":9223372036854775808',
+    ],
 )
 def test_a_hostile_file_of_a_run_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
+    run.state_path.write_bytes(STATE % b'"step":5')
+    assert read_state(run).step == 5
     run.state_path.write_bytes(content)
     with rejected("unreadable-state"):
         read_state(run)
@@ -96,24 +93,12 @@ def test_a_hostile_file_of_a_run_is_the_usual_error(content: bytes, run: RunDire
         read_spec(run)
 
 
-@pytest.mark.parametrize(
-    "change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}]
-)
-def test_impossible_number_in_a_state(change: dict[str, object], run: RunDirectory) -> None:
-    state = msgspec.json.decode(run.state_path.read_bytes())
-    run.state_path.write_bytes(msgspec.json.encode({**state, **change}))
-    with pytest.raises(InputError):
-        read_state(run)
-
-
-@pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_state_that_is_no_small_file_is_an_error(
-    make: Callable[[Path], None], run: RunDirectory
-) -> None:
-    run.state_path.unlink(missing_ok=True)
-    make(run.state_path)
-    with pytest.raises(InputError):
-        read_state(run)
+def test_odd_names_of_attempts_and_segments_are_skipped(run: RunDirectory) -> None:
+    for name in ("²", "٣", "-1", "1" * 200):
+        (run.attempts_dir / name).mkdir()
+        (run.metrics_dir / f"{name}.jsonl").touch()
+    assert segments(run.metrics_dir) == {}
+    assert main(["runs"]) == 0
 
 
 @pytest.mark.parametrize("host", ["../../../etc/x", "/etc/passwd", "a\0b"])

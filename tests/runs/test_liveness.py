@@ -1,28 +1,50 @@
-"""The truth about runs whose processes were killed, and what users ask of runs."""
+"""Whether a run lives, by its processes or its heartbeat, how it ended, and what may be done to one
+whose host cannot be asked.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 
-from so_tui.runs import (
-    MetricsWriter,
-    RunDirectory,
-    alive,
-    state_with_truth,
-    write_state,
-)
+from so_tui.runs import HeartbeatWatch, RunDirectory, alive, read_state, state_with_truth
 from so_tui.runs import state as control
-from so_tui.runs.liveness import _parse_stat, concluded, identify, supervised
-from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState, StepRecord
+from so_tui.runs.listing import delete_run
+from so_tui.runs.liveness import (
+    OLD_S,
+    STALE_S,
+    Liveness,
+    _parse_stat,
+    concluded,
+    identify,
+    sighting,
+    supervised,
+    this_host,
+)
+from so_tui.runs.lock import ended_state, evidence, record_end, run_lock
+from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState
+from so_tui.runs.state import _overwrite, write_state
+from tests.support.problems import refusal
+from tests.support.records import append_records, step_record
 
 Sleeper = subprocess.Popen[bytes]
+HERE = this_host()
+DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
+PLACES: dict[str, dict[str, object]] = {
+    "here": {},
+    "restarted": {"boot_id": "another"},
+    "container": {"pid_namespace": 1},
+    "elsewhere": {"host": "elsewhere", "boot_id": "another"},
+}
+ABROAD = ["restarted", "container", "elsewhere"]
+AGES = {"fresh": 0.0, "between": (STALE_S + OLD_S) / 2, "old": OLD_S + 60}
+HOUR = 3600.0
 
 
 @pytest.fixture
@@ -39,16 +61,49 @@ def known(pid: int) -> Process:
     return process
 
 
-def recorded(run: RunDirectory, **others: object) -> RunState:
+def recorded(
+    run: RunDirectory, where: str = "here", age_s: float = 0.0, **others: object
+) -> RunState:
+    """Record that a run trains somewhere, under a supervisor that is gone."""
     values: dict[str, object] = {
         "state": "training",
         "attempt": 1,
-        "host": socket.gethostname(),
-        "step": 7,
+        "host": HERE.name,
+        "boot_id": HERE.boot_id,
+        "pid_namespace": HERE.pid_namespace,
+        "supervisor": DEAD,
     }
-    state = RunState(name=run.name, **(values | others))  # type: ignore[arg-type]
+    state = RunState(name=run.name, **(values | PLACES[where] | others))  # type: ignore[arg-type]
     write_state(run, state)
+    os.utime(run.state_path, (time.time() - age_s,) * 2)
     return state
+
+
+def code_of(action: Callable[[], object]) -> str:
+    return refusal(action).code
+
+
+@pytest.mark.parametrize(
+    ("times", "took_s"),
+    [
+        ({}, None),
+        ({"started": 100.0, "attempt_started": 100.0}, None),
+        ({"started": 100.0, "attempt_started": 100.0, "ended": 160.0}, 60.0),
+        ({"started": 100.0, "attempt_started": 9000.0, "earlier_s": 60.0, "ended": 9030.0}, 90.0),
+        ({"started": 100.0, "attempt_started": 100.0, "ended": 99.0}, 0.0),
+        ({"started": 100.0, "ended": 160.0}, 60.0),  # as written before attempts were counted
+    ],
+)
+def test_run_took_the_time_of_attempts(times: dict[str, float], took_s: float | None) -> None:
+    assert RunState(name="r", state="finished", **times).took_s == took_s  # type: ignore[arg-type]
+
+
+def test_overwritten_state_is_read(run: RunDirectory) -> None:
+    recorded(run, detail="x" * 200)
+    for reason in ("full", "full" * 200):
+        last = RunState(name="r", state="failed", reason=reason)
+        _overwrite(run.state_path, msgspec.json.encode(last))
+        assert read_state(run) == last
 
 
 def test_a_process_is_known_by_its_start_time(sleeper: Sleeper) -> None:
@@ -63,65 +118,45 @@ def test_a_process_is_known_by_its_start_time(sleeper: Sleeper) -> None:
     assert not alive(process)
 
 
-def test_a_name_with_brackets_does_not_confuse(sleeper: Sleeper) -> None:
-    named = subprocess.Popen(
-        ["/bin/sh", "-c", "printf ') R (' > /proc/self/comm; read x"], stdin=subprocess.PIPE
-    )
-    try:
-        assert alive(known(named.pid))
-    finally:
-        named.kill()
-        named.wait()
+def test_stat_file_is_read_without_its_last_fields() -> None:
+    """An emulator's end after 44 fields, and the state is missing. A name may have brackets."""
+    short = _parse_stat(b"2120 () R () 0 2116" + b" 0" * 17 + b" 187768" + b" 0" * 22)
+    assert (short.name, short.alive) == (") R (", True)
+    assert (short.parent, short.start_time, short.wait_status) == (2116, 187768, 0)
+    whole = _parse_stat(b"7 (sh) Z 1" + b" 0" * 17 + b" 5" + b" 0" * 29 + b" 256")
+    assert (whole.alive, whole.start_time, whole.wait_status) == (False, 5, 256)
 
 
 def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper: Sleeper) -> None:
-    dead = Process(pid=sleeper.pid, start_time=1, role="supervisor")
-    state = recorded(run, supervisor=dead, processes=(dead, known(sleeper.pid)))
-    assert state_with_truth(run) == state
+    living = known(sleeper.pid)
+    assert supervised(recorded(run, supervisor=living))
+    assert state_with_truth(run) == read_state(run)
+    state = recorded(run, processes=(DEAD, living))
     assert not supervised(state)
-    assert [process for process in state.processes if alive(process)] == [known(sleeper.pid)]
+    assert state_with_truth(run) == state
     sleeper.kill()
     sleeper.wait()
     truth = state_with_truth(run)
-    assert truth.state == "lost"
-    assert truth.exit_code == 1
+    assert (truth.state, truth.exit_code) == ("lost", 1)
     assert state.host in truth.reason
     assert "so-tui resume" in truth.suggestion
 
 
-def test_a_supervisor_by_itself_keeps_a_run_alive(run: RunDirectory, sleeper: Sleeper) -> None:
-    state = recorded(run, state="starting", supervisor=known(sleeper.pid))
-    assert supervised(state)
-    assert state_with_truth(run) == state
-
-
-def test_a_run_without_a_supervisor_yet_is_not_lost(run: RunDirectory) -> None:
+def test_a_state_before_and_after_a_run_is_believed(run: RunDirectory) -> None:
     assert state_with_truth(run).state == "created"
+    ended = recorded(run, state="finished", exit_code=0)
+    assert state_with_truth(run) == ended
 
 
 @pytest.mark.parametrize(("ended", "code"), [("finished", 0), ("stopped", 4), ("failed", 1)])
-def test_end_record_counts_without_a_supervisor(
-    run: RunDirectory, step: Callable[..., StepRecord], ended: str, code: int
-) -> None:
+def test_end_record_counts_without_a_supervisor(run: RunDirectory, ended: str, code: int) -> None:
     recorded(run)
-    writer = MetricsWriter(run, 1)
-    writer.append(step(8))
-    writer.append(EndRecord(attempt=1, time=5.0, state=ended, step=8, reason="because"))  # type: ignore[arg-type]
-    writer.close()
+    end = EndRecord(attempt=1, time=5.0, state=ended, step=8, reason="because")  # type: ignore[arg-type]
+    append_records(run, step_record(8), end)
     truth = state_with_truth(run)
-    assert (truth.state, truth.exit_code, truth.step, truth.reason, truth.ended) == (
-        ended,
-        code,
-        8,
-        "because",
-        5.0,
-    )
+    assert (truth.state, truth.exit_code, truth.step) == (ended, code, 8)
+    assert (truth.reason, truth.ended) == ("because", 5.0)
     assert concluded(run, recorded(run, attempt=2)).code is OutcomeCode.UNOBSERVED
-
-
-def test_a_final_state_is_not_corrected(run: RunDirectory) -> None:
-    state = recorded(run, state="finished", exit_code=0)
-    assert state_with_truth(run) == state
 
 
 def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
@@ -131,20 +166,145 @@ def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
     assert control.pending(run) == {"stop", "checkpoint"}
     asked = control.details(run, "stop")
     assert asked is not None
-    assert asked.reason == "time limit"
-    assert str(os.getpid()) in asked.by
-    control.clear(run, "stop")
-    control.clear(run, "stop")
-    assert control.pending(run) == {"checkpoint"}
+    assert (asked.reason, str(os.getpid()) in asked.by) == ("time limit", True)
+    for _ in range(2):
+        control.clear(run, "stop")
     assert control.details(run, "stop") is None
     assert [path.name for path in run.control_dir.iterdir()] == ["checkpoint"]
 
 
-def test_a_stat_file_without_its_last_fields_is_read() -> None:
-    """An emulator's end after 44 fields, and the state is missing."""
-    short = _parse_stat(b"2120 (a (b) c) 0 2116" + b" 0" * 17 + b" 187768" + b" 0" * 22)
-    assert short.alive
-    assert (short.parent, short.start_time, short.wait_status) == (2116, 187768, 0)
-    whole = _parse_stat(b"7 (sh) Z 1" + b" 0" * 17 + b" 5" + b" 0" * 29 + b" 256")
-    assert not whole.alive
-    assert (whole.start_time, whole.wait_status) == (5, 256)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("heartbeat", "expected"),
+    [("fresh", Liveness.ALIVE), ("between", Liveness.UNKNOWN), ("old", Liveness.GONE)],
+)
+def test_processes_decide_here_and_the_heartbeat_elsewhere(
+    where: str, heartbeat: str, expected: Liveness, run: RunDirectory
+) -> None:
+    """A pid elsewhere that a process here has proves nothing."""
+    supervisor = DEAD if where == "here" else known(os.getpid())
+    state = recorded(run, where, AGES[heartbeat], supervisor=supervisor)
+    seen = sighting(run, state)
+    assert seen.by_processes == (where == "here")
+    assert seen.liveness is (Liveness.GONE if where == "here" else expected)
+    assert seen.restarted == (where == "restarted")
+    if seen.liveness is Liveness.GONE:
+        assert state_with_truth(run).state == "lost"
+        delete_run(run)
+        assert not run.path.exists()
+
+
+@pytest.mark.parametrize("error_s", [-HOUR, HOUR])
+@pytest.mark.parametrize("where", ABROAD)
+def test_wrong_clock_ends_no_moving_run(where: str, error_s: float, run: RunDirectory) -> None:
+    now = [0.0]
+    watch = HeartbeatWatch(clock=lambda: now[0])
+    sighting(run, recorded(run, where, error_s, heartbeat=1), watch)
+    for beat in range(2, 5):
+        now[0] += STALE_S - 1
+        state = recorded(run, where, error_s, heartbeat=beat)
+        assert sighting(run, state, watch).liveness is not Liveness.GONE
+        assert sighting(run, state, watch).liveness is Liveness.ALIVE
+    now[0] += STALE_S + 1
+    assert sighting(run, read_state(run), watch).liveness is Liveness.GONE
+
+
+@pytest.mark.parametrize("heartbeat", ["fresh", "between"])
+def test_run_elsewhere_ends_by_the_users_word(heartbeat: str, run: RunDirectory) -> None:
+    recorded(run, "elsewhere", AGES[heartbeat])
+    assert code_of(lambda: ended_state(run)) == "run-may-be-live"
+    assert code_of(lambda: delete_run(run)) == "run-may-be-live"
+    assert ended_state(run, assume_dead=True).code == OutcomeCode.UNOBSERVED
+    assert read_state(run).state == "training"
+    assert record_end(run).state == "lost"
+    assert (read_state(run).state, ended_state(run).state) == ("lost", "lost")
+    delete_run(run)
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("age_s", [0.0, OLD_S])
+def test_the_users_word_does_not_end_a_run_that_lives_here(age_s: float, run: RunDirectory) -> None:
+    """However silent its supervisor is."""
+    recorded(run, "here", age_s, supervisor=identify(os.getpid()))
+    assert code_of(lambda: record_end(run)) == "run-is-live"
+    assert code_of(lambda: ended_state(run, assume_dead=True)) == "run-is-live"
+    assert code_of(lambda: delete_run(run, assume_dead=True)) == "run-is-live"
+    with run_lock(run) as held:
+        assert held is not None
+        assert code_of(lambda: record_end(run)) == "run-is-live"
+        held.refresh()
+    assert read_state(run).state == "training"
+
+
+def test_living_supervisor_keeps_its_run(run: RunDirectory) -> None:
+    """On a file system whose locks work between hosts, the lock shows that the supervisor lives."""
+    recorded(run, "elsewhere", STALE_S - 10)
+    with run_lock(run) as held:
+        assert held is not None
+        assert code_of(lambda: record_end(run)) == "run-is-live"
+        assert code_of(lambda: delete_run(run, assume_dead=True)) == "run-is-live"
+    assert read_state(run).state == "training"
+
+
+@pytest.mark.parametrize("heartbeat", ["between", "old"])
+def test_lock_of_a_gone_host_keeps_no_run(heartbeat: str, run: RunDirectory) -> None:
+    """Some servers hold it until that host starts again. The user's word and a minute without a
+    sign of life are enough.
+    """
+    recorded(run, "elsewhere", AGES[heartbeat])
+    with run_lock(run) as held:
+        assert held is not None
+        assert code_of(lambda: delete_run(run)) == "run-may-be-live"
+        assert record_end(run).state == "lost"
+        with pytest.raises(OSError, match="taken over"):
+            held.refresh()
+        delete_run(run)
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("ahead_s", [5.0, HOUR])
+@pytest.mark.parametrize("where", ABROAD)
+def test_clock_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDirectory) -> None:
+    """A clock that is seconds ahead is no reason to doubt a heartbeat; one that is an hour ahead
+    says nothing about life.
+    """
+    state = recorded(run, where, -ahead_s)
+    seen = sighting(run, state)
+    assert seen.liveness is (Liveness.ALIVE if ahead_s < STALE_S else Liveness.UNKNOWN)
+    assert ("ahead" in evidence(state, seen)) == (ahead_s == HOUR)
+    assert code_of(lambda: ended_state(run)) == "run-may-be-live"
+    assert ended_state(run, assume_dead=True).state == "lost"
+
+
+IN_A_NAMESPACE = """
+import os, sys
+from msgspec.structs import replace
+from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs.liveness import identify, this_host
+run, here = RunDirectory(sys.argv[1]), this_host()
+write_state(run, replace(read_state(run), state="training", attempt=1, host=here.name,
+    boot_id=here.boot_id, pid_namespace=here.pid_namespace, supervisor=identify(os.getpid())))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_in_another_pid_namespace_is_not_taken_for_lost(run: RunDirectory) -> None:
+    argv = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", IN_A_NAMESPACE]
+    with subprocess.Popen(
+        [*argv, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as inside:
+        assert inside.stdout is not None
+        if inside.stdout.readline() != "ready\n":
+            pytest.skip("no PID namespace can be made here")
+        state = read_state(run)
+        assert (state.host, state.boot_id) == (HERE.name, HERE.boot_id)
+        assert state.pid_namespace != HERE.pid_namespace
+        seen = sighting(run, state)
+        assert (seen.liveness, seen.by_processes) == (Liveness.ALIVE, False)
+        assert code_of(lambda: delete_run(run)) == "run-may-be-live"
+        inside.communicate("")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.records import EvaluationRecord, MetricRecord, ResumedRecord, StepRecord
+from so_tui.runs.records import EvaluationRecord, MetricRecord, ResumedRecord
 from so_tui.runs.results import (
     RunResults,
     mean_steps,
@@ -21,21 +20,10 @@ from so_tui.runs.results import (
 from so_tui.runs.segments import segments
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.charts.series import StepSeries, mean_of
+from tests.support.records import step_record as step
 
 SPEC = with_values(find_preset("tiny").spec, {"data.held_out": "0"})
-Step = Callable[..., StepRecord]
-
-
-def write(run: RunDirectory, step: Step, attempt: int, steps: range) -> None:
-    resumed = [ResumedRecord(attempt=attempt, time=1.0, step=steps[0] - 1)] * (attempt > 1)
-    append(
-        run,
-        *resumed,
-        *(
-            replace(step(s, attempt=attempt, loss=1000.0 * attempt - s), mfu=s / 1000)
-            for s in steps
-        ),
-    )
+EVALUATED = EvaluationRecord(attempt=1, time=1.0, step=0, loss=2.5, tokens=1)
 
 
 def append(run: RunDirectory, *records: MetricRecord) -> None:
@@ -45,11 +33,16 @@ def append(run: RunDirectory, *records: MetricRecord) -> None:
     writer.close()
 
 
-EVALUATED = EvaluationRecord(attempt=1, time=1.0, step=0, loss=2.5, tokens=1)
+def falling(attempt: int, steps: range) -> list[MetricRecord]:
+    """Steps whose loss falls by 1 and whose MFU rises by 0.1 % with each."""
+    return [
+        step(number, attempt=attempt, loss=1000.0 * attempt - number, mfu=number / 1000)
+        for number in steps
+    ]
 
 
-def test_recent_results_are_those_of_the_whole_run(run: RunDirectory, step: Step) -> None:
-    write(run, step, 1, range(1, 500))
+def test_recent_results_are_those_of_the_whole_run(run: RunDirectory) -> None:
+    append(run, *falling(1, range(1, 500)))
     whole = results_of(read_all(run), SPEC, 1250)
     assert recent_results(run, SPEC, 1250) == whole
     assert (whole.mean_steps, whole.loss) == (50, 1000 - 474.5)
@@ -63,59 +56,46 @@ def test_recent_results_are_those_of_the_whole_run(run: RunDirectory, step: Step
     assert recent_results(run, SPEC, 1250) == whole, "only its end is read"
 
 
-def test_the_loss_is_that_at_the_end_of_the_chart(run: RunDirectory, step: Step) -> None:
+def test_the_loss_is_that_at_the_end_of_the_chart(run: RunDirectory) -> None:
     """Whatever the log interval."""
     losses = [math.nan if number == 39 else math.sin(number) for number in range(1, 41)]
     append(run, *(step(2 * number, loss=loss) for number, loss in enumerate(losses, 1)))
-    spec = with_values(SPEC, {"train.log_interval": "2"})
     series = StepSeries(mean_steps(80, 2), ("loss",), ("loss",))
     series.add_window(read_all(run), 1, 80)
-    found = recent_results(run, spec, 80)
+    found = recent_results(run, with_values(SPEC, {"train.log_interval": "2"}), 80)
     assert found.mean_steps == series.span == 10
     assert found.loss == pytest.approx(series.series[mean_of("loss")].value(len(series) - 1))
 
 
-def test_throughput_is_that_of_the_steps_together(run: RunDirectory, step: Step) -> None:
+def test_throughput_is_that_of_the_steps_together(run: RunDirectory) -> None:
     times = [(9.0, 0.1), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5), (1.0, None)]
-    append(
-        run,
-        *(
-            replace(
-                step(number),
-                step_s=step_s,
-                useful_tokens=1300,
-                useful_tokens_per_s_total=1300 / step_s,
-                mfu=mfu,
-            )
-            for number, (step_s, mfu) in enumerate(times, start=1)
-        ),
-    )
+    for number, (step_s, mfu) in enumerate(times, start=1):
+        rate = 1300 / step_s
+        timed = step(number, step_s=step_s, useful_tokens_per_s_total=rate, mfu=mfu)
+        append(run, replace(timed, useful_tokens=1300))
     found = results_of(read_all(run), SPEC, 5)
     assert (found.tokens_per_s, found.step_s) == (500.0, 2.6)
     assert found.mfu == pytest.approx((0.9 + 1.5) / 12)
 
 
-def test_results_take_steps_before_a_short_attempt(run: RunDirectory, step: Step) -> None:
-    write(run, step, 1, range(1, 100))
-    write(run, step, 2, range(90, 95))
+def test_results_take_steps_before_a_short_attempt(run: RunDirectory) -> None:
+    append(run, *falling(1, range(1, 100)))
+    append(run, ResumedRecord(attempt=2, time=1.0, step=89), *falling(2, range(90, 95)))
     found = recent_results(run, SPEC, 300)
     assert found == results_of(read_all(run), SPEC, 300)
     assert found.mean_steps == 10
     assert found.mfu == pytest.approx((94 - 4.5) / 1000)
 
 
-def test_a_run_without_steps_has_only_its_evaluation(run: RunDirectory) -> None:
+def test_an_evaluation_is_found_where_the_run_evaluates(run: RunDirectory) -> None:
+    """Also without steps, and far back."""
     assert recent_results(run, SPEC, 0) == RunResults()
     append(run, EVALUATED)
     assert results_of(read_all(run), SPEC, 0).evaluation_loss == 2.5
     assert recent_results(run, SPEC, 0).evaluation_loss == 2.5
-
-
-def test_an_evaluation_far_back_is_found(run: RunDirectory, step: Step) -> None:
-    """Where the run evaluates."""
-    append(run, EVALUATED, *map(step, range(1, 300)))
-    spec = with_values(SPEC, {"data.held_out": "0.1"})
-    assert recent_results(run, spec, 300).evaluation_loss == 2.5
+    append(run, *map(step, range(1, 300)))
+    evaluating = with_values(SPEC, {"data.held_out": "0.1"})
+    assert recent_results(run, evaluating, 300).evaluation_loss == 2.5
 
 
 def test_runs_are_ordered_by_results_the_best_first() -> None:

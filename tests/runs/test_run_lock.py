@@ -39,6 +39,15 @@ DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
 ELSEWHERE = HostIdentity("elsewhere", "another", 1)
 
 
+def content(host: HostIdentity, process: Process | None) -> bytes:
+    assert process is not None
+    return msgspec.json.encode(_Owner(host=host, process=process))
+
+
+DEAD_HERE = content(this_host(), DEAD)
+DEAD_ELSEWHERE = content(ELSEWHERE, DEAD)
+
+
 def faults_of(folder: Path, how: Any) -> dict[str, str]:
     """Return the environment of processes whose locks are as a word says."""
     library = shim.build(folder)
@@ -62,15 +71,14 @@ class Taker:
     """A process that takes the lock of a run when it is told so."""
 
     def __init__(self, run: RunDirectory, environment: dict[str, str]) -> None:
-        argv = [sys.executable, "-c", TAKE, str(run.path)]
         self.process = subprocess.Popen(
-            argv,
+            [sys.executable, "-c", TAKE, str(run.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
         )
-        assert self._line() == "ready"
+        assert self.answer() == "ready"
 
     def tell(self) -> None:
         assert self.process.stdin is not None
@@ -78,72 +86,76 @@ class Taker:
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        return self._line()
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def end(self) -> None:
         self.process.kill()
         self.process.communicate()
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
-def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float = 0.0) -> Path:
-    path = run.path / "supervisor.owner"
-    path.write_bytes(msgspec.json.encode(_Owner(host=host, process=process)))
-    os.utime(path, (time.time() - age_s,) * 2)
-    return path
-
-
-@pytest.mark.parametrize("how", ["as they are", "fail", "lock nothing"])
-def test_one_of_several_gets_the_lock(run: RunDirectory, tmp_path: Path, how: str) -> None:
-    """And its death frees it."""
-    environment = faults_of(tmp_path, how)
-    with racing(run, environment) as takers:
-        taken = takers["taken"]
-        taken.end()
-        late = Taker(run, environment)
-        late.tell()
-        assert late.answer() == "taken"
-        late.end()
-
 
 @contextmanager
-def racing(run: RunDirectory, environment: dict[str, str]) -> Iterator[dict[str, Taker]]:
-    """Have three processes take the lock at once; yield one for each answer."""
+def racing(run: RunDirectory, environment: dict[str, str]) -> Iterator[Taker]:
+    """Have three processes take the lock at once; yield the one that has it."""
     takers = [Taker(run, environment) for _ in range(3)]
     try:
         for taker in takers:
             taker.tell()
         answers = [taker.answer() for taker in takers]
         assert sorted(answers) == ["refused", "refused", "taken"]
-        yield dict(zip(answers, takers, strict=True))
+        yield takers[answers.index("taken")]
     finally:
         for taker in takers:
             taker.end()
 
 
+@pytest.mark.parametrize("how", ["as they are", "fail", "lock nothing"])
+def test_one_of_several_gets_the_lock(run: RunDirectory, tmp_path: Path, how: str) -> None:
+    """And its death frees it."""
+    environment = faults_of(tmp_path, how)
+    with racing(run, environment) as holder:
+        holder.end()
+        late = Taker(run, environment)
+        late.tell()
+        assert late.answer() == "taken"
+        late.end()
+
+
+def owned(run: RunDirectory, owner: bytes, age_s: float = 0.0) -> Path:
+    path = run.path / "supervisor.owner"
+    path.write_bytes(owner)
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
 def test_one_takes_a_dead_owners_place(run: RunDirectory, tmp_path: Path) -> None:
     environment = faults_of(tmp_path, "lock nothing")
     for _ in range(5):
-        owned(run, this_host(), DEAD)
+        owned(run, DEAD_HERE)
         with racing(run, environment):
             continue
 
 
 @unlocked
 @pytest.mark.parametrize(
-    ("host", "age_s", "free"),
-    [(this_host(), 0.0, True), (ELSEWHERE, OLD_S + 60, True), (ELSEWHERE, OLD_S - 60, False)],
-    ids=["dead here", "old elsewhere", "recent elsewhere"],
+    ("owner", "age_s", "assume_dead", "free"),
+    [
+        (DEAD_HERE, 0.0, False, True),
+        (content(this_host(), identify(os.getpid())), 10 * OLD_S, False, False),
+        (DEAD_ELSEWHERE, OLD_S + 60, False, True),
+        (DEAD_ELSEWHERE, OLD_S - 60, False, False),
+        (DEAD_ELSEWHERE, STALE_S + 10, True, True),
+        (DEAD_ELSEWHERE, STALE_S - 10, True, False),
+        (b'{"host":', OLD_S + 60, False, True),
+        (b'{"host":', 0.0, False, False),
+    ],
 )
 def test_the_file_of_an_owner_that_is_gone_is_taken_over(
-    host: HostIdentity, age_s: float, free: bool, run: RunDirectory
+    owner: bytes, age_s: float, assume_dead: bool, free: bool, run: RunDirectory
 ) -> None:
-    path = owned(run, host, DEAD, age_s)
+    path = owned(run, owner, age_s)
     for _ in range(3):
-        with run_lock(run) as lock:
+        with run_lock(run, assume_dead=assume_dead) as lock:
             assert (lock is not None) == free
             with run_lock(run) as second:
                 assert second is None
@@ -153,35 +165,12 @@ def test_the_file_of_an_owner_that_is_gone_is_taken_over(
 
 
 @unlocked
-def test_a_living_owner_keeps_the_lock_however_old_its_file(run: RunDirectory) -> None:
-    me = identify(os.getpid())
-    assert me is not None
-    path = owned(run, this_host(), me, 10 * OLD_S)
-    with run_lock(run) as lock:
-        assert lock is None
-    assert path.exists()
-
-
-@unlocked
-def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory) -> None:
-    path = run.path / "supervisor.owner"
-    path.write_bytes(b'{"host":')
-    with run_lock(run) as lock:
-        assert lock is None
-    os.utime(path, (1.0, 1.0))
-    with run_lock(run) as lock:
-        assert lock is not None
-
-
-@unlocked
 def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
-    me = identify(os.getpid())
-    assert me is not None
     with run_lock(run) as lock:
         assert lock is not None
         lock.refresh()
         replacement = run.path / "supervisor.owner.2"
-        replacement.write_bytes(msgspec.json.encode(_Owner(host=this_host(), process=me)))
+        replacement.write_bytes(content(this_host(), identify(os.getpid())))
         with pytest.raises(OSError, match="taken over"):
             lock.refresh()
     with run_lock(run) as late:
@@ -204,47 +193,20 @@ def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyP
     assert not list(run.path.glob(".supervisor.owner.*"))
 
 
-@pytest.mark.parametrize(
-    ("age_s", "taken"),
-    [(STALE_S - 10, False), (STALE_S + 10, True)],
-    ids=["a moment ago", "a minute ago"],
-)
-def test_users_word_frees_an_owner_after_a_minute(
-    age_s: float, taken: bool, run: RunDirectory
-) -> None:
-    owned(run, ELSEWHERE, DEAD, age_s)
-    with run_lock(run) as lock:
-        assert lock is None
-    with run_lock(run, assume_dead=True) as lock:
-        assert (lock is not None) == taken
-
-
-def test_taken_lock_is_kept_when_the_other_lets_go(
-    run: RunDirectory,
-) -> None:
+def test_taken_lock_is_kept_when_the_other_lets_go(run: RunDirectory) -> None:
     """A file server may give up the lock of a host that is gone while another one supervises the
     run.
     """
-    os.utime(run.state_path, (1.0, 1.0))
-    with run_lock(run) as gone:
-        assert gone is not None
-        with run_lock(run, assume_dead=True) as taken:
-            assert taken is not None
-            with run_lock(run, assume_dead=True) as second:
-                assert second is None
-    with run_lock(run) as again:
-        assert again is not None
-
-
-def test_lock_is_held_after_the_server_gave_one_up(
-    run: RunDirectory,
-) -> None:
     os.utime(run.state_path, (1.0, 1.0))
     ghost = os.open(run.supervisor_lock_path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(ghost, fcntl.LOCK_EX)
     with run_lock(run, assume_dead=True) as taken:
         assert taken is not None
+        with run_lock(run, assume_dead=True) as second:
+            assert second is None
         os.close(ghost)
         with run_lock(run) as second:
             assert second is None
         taken.refresh()
+    with run_lock(run) as again:
+        assert again is not None

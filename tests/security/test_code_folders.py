@@ -1,11 +1,13 @@
-"""Compiled and downloaded code comes from folders that no other user can open."""
+"""Compiled and downloaded code comes from folders that no other user can open, and so do the locks
+of GPUs.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,6 @@ import pytest
 from so_tui.machine.software import code_folders
 from tests.support.users import SharedMachine
 
-NAMES = (
-    "TORCH_EXTENSIONS_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "NUMBA_CACHE_DIR",
-    "HF_MODULES_CACHE",
-)
 USE = """
 import os
 from so_tui.machine.software import code_folders, make_code_folders
@@ -29,28 +23,32 @@ make_code_folders(environment)
 for name in code_folders({}):
     print(environment[name])
 """
+LOCKS = "from so_tui.launch.supervisor.host_check import lock_folder; print(lock_folder())"
+PRIVATE = 0o700
 
 
 def use(
-    machine: SharedMachine, changes: Mapping[str, str] | None = None
+    machine: SharedMachine, changes: Mapping[str, str] | None = None, code: str = USE
 ) -> tuple[int, list[Path], str]:
     """Let the owner make and use the folders, with a lax umask: exit code, folders and errors."""
     user = machine.owner
-    with user.start(user.interpreter, "-P", "-c", USE, umask=0o002, **(changes or {})) as process:
-        out, errors = process.communicate(timeout=60)
-    return process.returncode, [Path(line) for line in out.splitlines()], errors
+    argv = (user.interpreter, "-P", "-c", code)
+    done = user.run(*argv, timeout_s=60.0, umask=0o002, **(changes or {}))
+    return done.returncode, [Path(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def rights(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_uid, stat.S_IMODE(found.st_mode)
 
 
 def test_the_folders_are_private_whatever_the_umask(machine: SharedMachine) -> None:
     code, folders, errors = use(machine)
     assert code == 0, errors
-    assert len(folders) == len(NAMES)
+    assert len(folders) == len(code_folders({"HOME": "/"}))
     for folder in folders:
         assert folder.is_relative_to(machine.owner.home)
-        assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (
-            machine.owner.uid,
-            0o700,
-        )
+        assert rights(folder) == (machine.owner.uid, PRIVATE)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_a_prepared_code_folder_is_not_used(machine: SharedMachine, planted_as: 
     if planted_as.startswith("link"):
         named = machine.scratch / "link"
         named.symlink_to(planted)
-    code, folders, errors = use(machine, dict.fromkeys(NAMES, str(named)))
+    code, folders, errors = use(machine, dict.fromkeys(code_folders({"HOME": "/"}), str(named)))
     assert code == 0, errors
     assert named not in folders
     assert all(folder.is_relative_to(machine.owner.home) for folder in folders)
@@ -93,32 +91,43 @@ def test_a_planted_code_folder_is_refused(machine: SharedMachine, kind: str) -> 
     assert str(cache / "triton") in errors
 
 
-@pytest.mark.parametrize("squatted", [False, True])
-def test_a_squatted_folder_in_tmp_is_refused(squatted: bool, machine: SharedMachine) -> None:
-    """Its owner could exchange the folders in it, whoever made those."""
+@pytest.fixture(params=[False, True], ids=["", "squatted"])
+def squatted(request: pytest.FixtureRequest, machine: SharedMachine) -> Iterator[Path | None]:
+    """The owner's usual folder in /tmp, if the other user has made it; else None."""
     usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
-    try:
-        if squatted:
-            assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
-        code, folders, errors = use(machine, {"SEVERAL_HOSTS": "1"})
-        assert (code, "NotOwnError" in errors) == ((1, True) if squatted else (0, False)), errors
-        assert any(folder.is_relative_to(usual) for folder in folders) != squatted
-        assert not squatted or list(usual.iterdir()) == []
-    finally:
-        shutil.rmtree(usual)
+    if request.param:
+        assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
+    yield usual if request.param else None
+    assert not request.param or list(usual.iterdir()) == []
+    shutil.rmtree(usual)
 
 
-def test_a_private_folder_of_ones_own_choice_stays(tmp_path: Path) -> None:
+def test_a_squatted_folder_in_tmp_is_refused(squatted: Path | None, machine: SharedMachine) -> None:
+    """Its owner could exchange the folders in it, whoever made those."""
+    code, folders, errors = use(machine, {"SEVERAL_HOSTS": "1"})
+    assert (code, "NotOwnError" in errors) == ((1, True) if squatted else (0, False)), errors
+    in_tmp = [folder.is_relative_to(f"/tmp/so-tui-{machine.owner.uid}") for folder in folders]
+    assert any(in_tmp) != bool(squatted)
+
+
+def test_gpu_locks_are_the_same_in_all_shells(
+    squatted: Path | None, machine: SharedMachine
+) -> None:
+    """With XDG_RUNTIME_DIR and without it."""
+    _, (folder,), _ = use(machine, code=LOCKS)
+    _, (other,), _ = use(machine, {"XDG_RUNTIME_DIR": str(machine.owner.home)}, LOCKS)
+    assert folder == other != squatted
+    assert rights(folder) == (machine.owner.uid, PRIVATE)
+
+
+def test_a_private_folder_of_ones_own_choice_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o700)
     chosen = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": "/home/a"}
     assert "TRITON_CACHE_DIR" not in code_folders(chosen)
     tmp_path.chmod(0o755)
     assert code_folders(chosen)["TRITON_CACHE_DIR"] == "/home/a/.cache/so-tui/compiled/triton"
-    assert code_folders({"HOME": "/home/a"}).keys() == set(NAMES)
-
-
-def test_a_relative_folder_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir(mode=0o700)
-    assert os.environ.get("HOME") is not None
     assert "TRITON_CACHE_DIR" in code_folders({**os.environ, "TRITON_CACHE_DIR": "here"})

@@ -13,7 +13,9 @@ from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
-PLANTED = '__attribute__((constructor)) static void run(void) { puts("planted"); }\n'
+PLANTED = (
+    '#include <stdio.h>\n__attribute__((constructor)) static void run(void) { puts("planted"); }\n'
+)
 LOAD = """
 import ctypes, sys
 from superoffload import kernel
@@ -22,110 +24,7 @@ with kernel.opened(path) as descriptor:
     ctypes.CDLL(kernel.loadable(descriptor)).superoffload_step
 print("loaded", path)
 """
-
-
-def plant(machine: SharedMachine, cache: Path) -> None:
-    """Let the other user replace the owner's kernels by a library that runs code when loaded."""
-    source = machine.scratch / "planted.c"
-    source.write_text("#include <stdio.h>\n" + PLANTED)
-    code = (
-        "import glob, os, subprocess, sys\n"
-        "source, folder = sys.argv[1:]\n"
-        "for path in glob.glob(folder + '/adam-*.so'):\n"
-        "    os.unlink(path)\n"
-        "    subprocess.run(['gcc', '-shared', '-fPIC', '-o', path, source], check=True)\n"
-        "    os.chmod(path, 0o755)\n"
-        "    print(path)\n"
-    )
-    done = machine.other.python(code, str(source), str(cache))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout, "the attack needs something to replace"
-
-
-def fast_compiler(machine: SharedMachine) -> str:
-    """Return a compiler that does not optimise: the speed of a kernel does not matter here."""
-    path = machine.scratch / "fast-compiler"
-    if not path.exists():
-        path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
-        path.chmod(0o755)
-    return str(path)
-
-
-def load(machine: SharedMachine, cache: Path, umask: int = 0o022) -> str:
-    user = machine.owner
-    python = (user.interpreter, "-P", "-c", LOAD)
-    cxx = fast_compiler(machine)
-    done = user.run(*python, umask=umask, XDG_CACHE_HOME=str(cache), CXX=cxx)
-    assert done.returncode == 0, done.stderr
-    assert "planted" not in done.stdout
-    return done.stdout + done.stderr
-
-
-def shared_cache(machine: SharedMachine) -> Path:
-    cache = machine.scratch / "cache"
-    cache.mkdir()
-    machine.owner.give(cache)
-    return cache
-
-
-def test_a_kernel_in_a_writable_folder_is_not_used(machine: SharedMachine) -> None:
-    cache = shared_cache(machine)
-    load(machine, cache)
-    folder = cache / "so-tui" / "kernels"
-    for path in (cache, cache / "so-tui", folder):
-        path.chmod(0o777)
-    plant(machine, folder)
-    output = load(machine, cache)
-    assert str(folder / "adam") not in output
-    assert "compiled for this process only" in output
-
-
-@pytest.mark.parametrize("name", ["file", "link"])
-def test_a_kernel_of_another_user_is_replaced(machine: SharedMachine, name: str) -> None:
-    cache = shared_cache(machine)
-    folder = cache / "so-tui" / "kernels"
-    load(machine, cache)
-    folder.chmod(0o777)
-    plant(machine, folder)
-    if name == "link":
-        (planted,) = folder.glob("adam-*.so")
-        planted.rename(machine.scratch / "planted.so")
-        planted.symlink_to(machine.scratch / "planted.so")
-    folder.chmod(0o700)
-    assert "compiled anew" in load(machine, cache)
-    (path,) = folder.glob("adam-*.so")
-    found = path.lstat()
-    assert stat.S_ISREG(found.st_mode)
-    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (machine.owner.uid, 0o700)
-
-
-def test_a_folder_that_another_user_made_first_is_not_used(machine: SharedMachine) -> None:
-    folder = machine.scratch / "cache" / "so-tui" / "kernels"
-    folder.mkdir(parents=True, mode=0o777)
-    machine.other.give(machine.scratch / "cache")
-    folder.chmod(0o777)
-    assert "compiled for this process only" in load(machine, machine.scratch / "cache")
-    assert list(folder.iterdir()) == []
-
-
-def test_a_kernel_that_the_group_can_write_is_replaced(machine: SharedMachine) -> None:
-    cache = shared_cache(machine)
-    load(machine, cache, umask=0o002)
-    (path,) = (cache / "so-tui" / "kernels").glob("adam-*.so")
-    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (
-        0o700,
-        0o700,
-    )
-    path.chmod(0o720)
-    assert "compiled anew" in load(machine, cache)
-
-
-def test_a_kernel_exchanged_after_the_check_is_not_loaded(machine: SharedMachine) -> None:
-    """The other user holds the folder above the owner's, and exchanges the owner's."""
-    cache = shared_cache(machine)
-    load(machine, cache)
-    (cache / "so-tui").chmod(0o777)
-    race = """
+LOAD_LATE = """
 import ctypes, os, sys, time
 from pathlib import Path
 from superoffload import kernel
@@ -138,25 +37,120 @@ with kernel.opened(path) as descriptor:
     ctypes.CDLL(kernel.loadable(descriptor)).superoffload_step
 print("loaded", flush=True)
 """
-    user, folder = machine.owner, cache / "so-tui" / "kernels"
-    with user.start(
-        user.interpreter, "-P", "-c", race, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine)
-    ) as process:
+PLANT = """
+import os, subprocess, sys
+path, source, how = sys.argv[1:]
+folder = os.path.dirname(path)
+if how == "folder":
+    os.rename(folder, os.path.join(os.path.dirname(folder), "moved"))
+    os.mkdir(folder, 0o755)
+else:
+    os.unlink(path)
+subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
+os.chmod(path, 0o755)
+"""
+
+
+def kernel_in(folder: Path) -> Path:
+    (path,) = folder.glob("adam-*.so")
+    return path
+
+
+def plant(machine: SharedMachine, path: Path, how: str = "file") -> None:
+    """Let the other user replace the owner's kernel by a library that runs code when loaded."""
+    source = machine.scratch / "planted.c"
+    source.write_text(PLANTED)
+    done = machine.other.python(PLANT, str(path), str(source), how)
+    assert done.returncode == 0, done.stderr
+
+
+def environment(machine: SharedMachine) -> dict[str, str]:
+    """Name the owner's cache, and a compiler that does not optimise, as speed does not matter."""
+    compiler = machine.scratch / "fast-compiler"
+    if not compiler.exists():
+        compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+        compiler.chmod(0o755)
+    return {"XDG_CACHE_HOME": str(machine.scratch / "cache"), "CXX": str(compiler)}
+
+
+def load(machine: SharedMachine, umask: int = 0o022) -> str:
+    user = machine.owner
+    done = user.run(
+        user.interpreter, "-P", "-c", LOAD, umask=umask, timeout_s=LIMIT_S, **environment(machine)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "planted" not in done.stdout
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def folder(machine: SharedMachine) -> Path:
+    """The owner's folder of kernels, below a cache that all users share."""
+    cache = machine.scratch / "cache"
+    cache.mkdir()
+    machine.owner.give(cache)
+    return cache / "so-tui" / "kernels"
+
+
+def test_a_kernel_in_a_writable_folder_is_not_used(machine: SharedMachine, folder: Path) -> None:
+    load(machine)
+    for path in (folder.parent.parent, folder.parent, folder):
+        path.chmod(0o777)
+    plant(machine, kernel_in(folder))
+    output = load(machine)
+    assert str(folder / "adam") not in output
+    assert "compiled for this process only" in output
+
+
+@pytest.mark.parametrize("name", ["file", "link"])
+def test_a_kernel_of_another_user_is_replaced(
+    machine: SharedMachine, folder: Path, name: str
+) -> None:
+    load(machine)
+    folder.chmod(0o777)
+    path = kernel_in(folder)
+    plant(machine, path)
+    if name == "link":
+        path.symlink_to(path.rename(machine.scratch / "planted.so"))
+    folder.chmod(0o700)
+    assert "compiled anew" in load(machine)
+    found = kernel_in(folder).lstat()
+    assert stat.S_ISREG(found.st_mode)
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (machine.owner.uid, 0o700)
+
+
+def test_a_folder_that_another_user_made_first_is_not_used(
+    machine: SharedMachine, folder: Path
+) -> None:
+    folder.mkdir(parents=True)
+    machine.other.give(machine.scratch / "cache")
+    folder.chmod(0o777)
+    assert "compiled for this process only" in load(machine)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_kernel_that_the_group_can_write_is_replaced(
+    machine: SharedMachine, folder: Path
+) -> None:
+    load(machine, umask=0o002)
+    path = kernel_in(folder)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o700]
+    path.chmod(0o720)
+    assert "compiled anew" in load(machine)
+
+
+def test_a_kernel_exchanged_after_the_check_is_not_loaded(
+    machine: SharedMachine, folder: Path
+) -> None:
+    """The other user holds the folder above the owner's, and exchanges the owner's."""
+    load(machine)
+    folder.parent.chmod(0o777)
+    user = machine.owner
+    argv = (user.interpreter, "-P", "-c", LOAD_LATE)
+    with user.start(*argv, umask=0o022, **environment(machine)) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line == "checked\n", process.communicate()[1]
+        assert process.stdout.readline() == "checked\n", process.communicate()[1]
         (name,) = os.listdir(folder)  # noqa: PTH208 - the name alone
-        source = machine.scratch / "planted.c"
-        source.write_text("#include <stdio.h>\n" + PLANTED)
-        code = (
-            "import os, subprocess, sys\n"
-            "folder, name, source = sys.argv[1:]\n"
-            "os.rename(folder, os.path.join(os.path.dirname(folder), 'moved'))\n"
-            "os.mkdir(folder, 0o755)\n"
-            "subprocess.run(['gcc', '-shared', '-fPIC', '-o', os.path.join(folder, name), source], "
-            "check=True)\n"
-        )
-        done = machine.other.python(code, str(folder), name, str(source))
-        assert done.returncode == 0, done.stderr
+        plant(machine, folder / name, "folder")
         out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (0, "loaded\n"), err

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.supervisor.ending import request_stop
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.records import Process, RunState, State
-from tests.support.hostile_run import gone, open_to_all, write_hostile_run
+from so_tui.runs.records import Process, State
+from so_tui.spec import find_preset
+from tests.support.records import change_state
 from tests.support.users import SharedMachine, User
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -41,6 +49,21 @@ except SoTuiError as error:
     print(error)
 """
 SLEEPER = "import time; time.sleep(600)"
+GONE = Process(pid=os.getpid(), start_time=1, role="supervisor")
+"""A process that does not exist."""
+
+
+def write_hostile_run(folder: Path, proof: Path, **claims: Any) -> RunDirectory:
+    """Write a run whose first attempt would write its user's number into ``proof``, and whose
+    state claims processes, which a request to stop would have killed.
+    """
+    launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
+    run = create_run(launch.spec, folder)
+    attempt = new_attempt(run)
+    write_launch(run, attempt, replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
+    change_state(run, attempt=attempt, host=socket.gethostname(), **claims)
+    request_stop(run, grace_s=0.0, reason="a trap")
+    return run
 
 
 @dataclass(frozen=True)
@@ -65,15 +88,20 @@ class Scene:
     def hostile(self, state: State = "starting", *, supervised: bool = False) -> RunDirectory:
         """Return a run of the other user, which the viewer may even write to."""
         folder = self.machine.scratch / "runs"
-        run = write_hostile_run(
-            folder,
-            self.proof,
-            state=state,
-            processes=(self.known,),
-            supervisor=self.known if supervised else gone() if state else None,
-        )
-        open_to_all(run)
+        claims = {"processes": (self.known,), "supervisor": self.known if supervised else GONE}
+        run = write_hostile_run(folder, self.proof, state=state, **claims)
+        for path in (run.path, *run.path.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o777 if path.is_dir() else 0o666)
         self.machine.owner.give(folder)
+        return run
+
+    def own(self, **claims: Any) -> RunDirectory:
+        """Return a hostile run in the viewer's own folder."""
+        folder = self.viewer.home / "runs"
+        claims = {"state": "training", "supervisor": GONE} | claims
+        run = write_hostile_run(folder, self.proof, **claims)
+        self.viewer.give(folder)
         return run
 
     def nothing_happened(self) -> None:
@@ -96,34 +124,26 @@ def scene(machine: SharedMachine) -> Iterator[Scene]:
     bystander.communicate()
 
 
-def marked(user: User, run: RunDirectory, known: str) -> subprocess.Popen[str]:
-    """Start a process that carries the marker of a run."""
-    python = (user.interpreter, "-c", SLEEPER)
-    return user.start(*python, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1")
+@contextmanager
+def marked(user: User, run: RunDirectory, known: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that carries the marker of a run."""
+    marker = {"SO_TUI_RUN": str(run.path), "SO_TUI_RUN_ID": known, "SO_TUI_ATTEMPT": "1"}
+    with user.start(user.interpreter, "-c", SLEEPER, umask=0o022, **marker) as member:
+        try:
+            yield member
+        finally:
+            member.kill()
 
 
-def supervisors_of(user: User) -> list[int]:
+def supervisors_of(user: User) -> list[Path]:
     """Return the supervisors that run as this user."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid == user.uid and b"supervise" in (
-                folder / "cmdline"
-            ).read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if folder.stat().st_uid == user.uid and b"supervise" in words:
+                found.append(folder)
     return found
-
-
-def copied(run: RunDirectory, user: User) -> RunDirectory:
-    """Return a run as this user's own copy, as ``cp -r`` or ``tar`` make it."""
-    copy = RunDirectory(user.home / "runs" / "copied")
-    shutil.copytree(run.path, copy.path)
-    for path in (copy.path, *copy.path.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    user.give(copy.path.parent)
-    return copy
 
 
 def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.CompletedProcess[str]]:
@@ -164,9 +184,7 @@ def test_looking_at_anothers_run_is_harmless(scene: Scene, state: State, supervi
 
 
 def test_a_request_that_cannot_be_written_is_an_error(scene: Scene) -> None:
-    folder = scene.viewer.home / "runs"
-    run = write_hostile_run(folder, scene.proof, state="training", supervisor=scene.known)
-    scene.viewer.give(folder)
+    run = scene.own(supervisor=scene.known)
     run.control_dir.chmod(0o500)
     done = scene.viewer.so_tui("stop", str(run.path), "--grace", "1")
     assert done.returncode == 2
@@ -176,94 +194,60 @@ def test_a_request_that_cannot_be_written_is_an_error(scene: Scene) -> None:
 
 
 def test_a_copied_run_is_data(scene: Scene) -> None:
-    run = scene.hostile("starting")
-    copy = copied(run, scene.viewer)
-    for command in (
-        ("runs", "--runs-dir", str(copy.path.parent)),
-        ("stop", str(copy.path), "--grace", "0"),
-    ):
-        with scene.viewer.start(scene.viewer.interpreter, "-P", "-m", "so_tui", *command) as asked:
+    """As ``cp -r`` or ``tar`` copy it."""
+    viewer, folder = scene.viewer, scene.viewer.home / "runs"
+    copy = shutil.copytree(scene.hostile().path, folder / "copied")
+    for path in (copy, *copy.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    viewer.give(folder)
+    for command in (("runs", "--runs-dir", str(folder)), ("stop", str(copy), "--grace", "0")):
+        with viewer.start(viewer.interpreter, "-P", "-m", "so_tui", *command) as asked:
             try:
                 asked.wait(timeout=4)
-            except (
-                subprocess.TimeoutExpired
-            ):  # it believes in the living process, and waits for its end
+            except subprocess.TimeoutExpired:  # it waits for the end of the living process
                 asked.kill()
-    supervise = scene.viewer.so_tui("supervise", str(copy.path), "--attempt", "1")
-    assert supervise.returncode == 2
-    scene.nothing_happened()
-
-
-def test_a_copied_run_without_processes_is_lost(scene: Scene) -> None:
-    run = scene.hostile("training")
-    copy = copied(run, scene.viewer)
-    state = read_state(copy)
-    named = {"name": state.name, "state": "training", "attempt": 1, "host": state.host}
-    write_state(copy, RunState(**named, processes=(gone(),)))  # type: ignore[arg-type]
-    scene.viewer.give(copy.path.parent)
-    shown = scene.viewer.so_tui("runs", "--json", "--runs-dir", str(copy.path.parent))
-    assert '"state": "lost"' in shown.stdout
+    assert viewer.so_tui("supervise", str(copy), "--attempt", "1").returncode == 2
     scene.nothing_happened()
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        "",
-        "state.json",
-        "attempts",
-        "attempts/001",
-        "attempts/001/launch.json",
-        "control",
-        "metrics",
+        *("", "state.json", "attempts", "attempts/001", "attempts/001/launch.json"),
+        *("control", "metrics"),
     ],
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
 def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
     """In the viewer's own folder, with a marked process: only this part stands in the way."""
-    folder = scene.viewer.home / "runs"
-    run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
-    scene.viewer.give(folder)
+    viewer, run = scene.viewer, scene.own()
     known = run_id(run)
     target = run.path / part
     match trick:
         case "another-users":
             scene.machine.owner.give(target)
         case "link":
-            moved = target.rename(scene.viewer.home / "moved")
-            target.symlink_to(moved)
+            target.symlink_to(target.rename(viewer.home / "moved"))
         case _:
             target.chmod(target.stat().st_mode | 0o020)
-    viewer = scene.viewer
     with marked(viewer, run, known) as member:
-        try:
-            listed = viewer.so_tui("runs", "--runs-dir", str(folder))
-            assert (listed.returncode, listed.stderr) == (0, "")
-            supervise = viewer.so_tui("supervise", str(run.path), "--attempt", "1")
-            assert supervise.returncode in (2, 3), supervise.stderr
-            assert "Traceback" not in supervise.stderr
-            assert not supervisors_of(viewer)
-            assert member.poll() is None
-        finally:
-            member.kill()
+        listed = viewer.so_tui("runs", "--runs-dir", str(run.path.parent))
+        assert (listed.returncode, listed.stderr) == (0, "")
+        supervise = viewer.so_tui("supervise", str(run.path), "--attempt", "1")
+        assert supervise.returncode in (2, 3), supervise.stderr
+        assert "Traceback" not in supervise.stderr
+        assert not supervisors_of(viewer)
+        assert member.poll() is None
     assert not scene.proof.exists()
 
 
 def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
     """The marker, and not the state file, decides which processes are stopped."""
-    viewer = scene.viewer
-    folder = viewer.home / "runs"
-    run = write_hostile_run(
-        folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone()
-    )
-    viewer.give(folder)
-    known = run_id(run)
-    with marked(viewer, run, known) as member:
-        try:
-            assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
-            assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"
-        finally:
-            member.kill()
+    run = scene.own(processes=(scene.known,))
+    with marked(scene.viewer, run, run_id(run)) as member:
+        listed = scene.viewer.so_tui("runs", "--runs-dir", str(run.path.parent))
+        assert listed.returncode == 0
+        assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"
     wait_until(lambda: read_state(run).state != "training")
     assert read_state(run).code == "stop-overdue"
     assert scene.bystander.poll() is None

@@ -17,58 +17,48 @@ from tests.support.records import step_record
 NODE = NodeSample(
     id=0, cores=(50, 100), memory_used_bytes=7, memory_total_bytes=9, file_cache_bytes=0
 )
+GPU = GpuSample(index=0, busy_percent=40, clock_mhz=1980)
 KNOWN = (
     RunState(name="r", state="training", step=3, total_steps=9),
     step_record(3, loss=float("nan")),
-    Sample(
-        attempt=1,
-        time=1.0,
-        interval_s=1.0,
-        nodes=(NODE,),
-        gpus=(GpuSample(index=0, busy_percent=40, clock_mhz=1980),),
-    ),
+    Sample(attempt=1, time=1.0, interval_s=1.0, nodes=(NODE,), gpus=(GPU,)),
 )
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="(\\["\\]|[^"\\\n])*",?)+\} (-?[0-9.e+-]+|NaN|[+-]Inf)')
 
 
-def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Textfile("r", "h").publish(Settings().prometheus.folder, *KNOWN)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_collector_reads_the_file_which_goes_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_collector_reads_the_file_which_goes_at_the_end(planted: bool, tmp_path: Path) -> None:
+    """A link with its name is not followed."""
+    other, folder = tmp_path / "other", tmp_path / "figures"
+    other.write_text("kept")
+    folder.mkdir()
+    names = ("so-tui-r-h.prom", ".so-tui-r-h.prom.tmp") if planted else ()
+    for name in names:
+        (folder / name).symlink_to(other)
     file = Textfile("r", "h")
     before = os.umask(0o077)
     try:
         for _ in range(2):
-            file.publish(str(tmp_path), *KNOWN)
+            file.publish(str(folder), *KNOWN)
     finally:
         os.umask(before)
-    (path,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
     assert path.name == "so-tui-r-h.prom"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o644
     assert path.read_text() == _exposition("r", "h", *KNOWN)
-    file.publish("", *KNOWN)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("kept")
-    folder = tmp_path / "figures"
-    folder.mkdir()
-    for name in ("so-tui-r-h.prom", ".so-tui-r-h.prom.tmp"):
-        (folder / name).symlink_to(other)
-    Textfile("r", "h").publish(str(folder), *KNOWN)
     assert other.read_text() == "kept"
-    assert (folder / "so-tui-r-h.prom").read_text() == _exposition("r", "h", *KNOWN)
+    file.publish("", *KNOWN)
+    assert list(folder.iterdir()) == []
 
 
 def test_missing_folder_is_reported_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By default there is none, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
     file = Textfile("r", "h")
+    file.publish(Settings().prometheus.folder, *KNOWN)
+    assert (list(tmp_path.iterdir()), capsys.readouterr().err) == ([], "")
     for _ in range(3):
         file.publish(str(tmp_path / "away"), *KNOWN)
     file.remove()
@@ -81,6 +71,9 @@ def test_names_stay_in_their_labels() -> None:
     for line in lines:
         assert line.startswith("# TYPE so_tui_") or LINE.fullmatch(line), line
         assert line.isprintable()
-    assert any(line.startswith("so_tui_loss{") and line.endswith(" NaN") for line in lines)
-    assert any("node_cpu_busy_ratio" in line and line.endswith(" 0.75") for line in lines)
-    assert any("gpu_clock_hertz" in line and line.endswith(" 1980000000.0") for line in lines)
+    for name, value in (
+        ("so_tui_loss{", " NaN"),
+        ("so_tui_node_cpu_busy_ratio{", " 0.75"),
+        ("so_tui_gpu_clock_hertz{", " 1980000000.0"),
+    ):
+        assert [line for line in lines if line.startswith(name) and line.endswith(value)], name

@@ -11,42 +11,40 @@ from so_tui.folders import user_folder
 from so_tui.plan.notes import RemoteCode
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset, with_values
-from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine
 from tests.support.screen import opened
 
 NAMED = (
     "model.trust_remote_code is on: Python code of org/model, revision v1, runs with your rights"
 )
+PRESET = """
+extends = "tiny"
+name = "theirs"
+title = "Theirs"
+[model]
+id = "org/model"
+revision = "v1"
+trust_remote_code = true
+"""
 
 
-@pytest.fixture
-def preset() -> str:
-    """A preset whose author wants the model's code to run."""
+@pytest.fixture(autouse=True)
+def _preset() -> None:
+    """Make a preset whose author wants the model's code to run."""
     user_folder().mkdir(parents=True)
-    text = (
-        'extends = "tiny"\nname = "theirs"\ntitle = "Theirs"\n[model]\nid = "org/model"\nrevision '
-        '= "v1"\ntrust_remote_code = true\n'
-    )
-    (user_folder() / "theirs.toml").write_text(text)
-    return "theirs"
+    (user_folder() / "theirs.toml").write_text(PRESET)
 
 
-@pytest.mark.parametrize("argv", [["plan", "theirs"], ["run", "theirs", "--dry-run"]])
+@pytest.mark.parametrize("command", ["plan theirs", "run theirs --dry-run"])
 def test_commands_name_the_model_whose_code_runs(
-    argv: list[str],
-    preset: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    (tmp_path / "machine.json").write_bytes(machine_json(quad_machine()))
-    main([*argv, "--machine", str(tmp_path / "machine.json")])
+    main([*command.split(), "--machine", "gh200-quad-120"])
     assert NAMED in capsys.readouterr().out
 
 
-async def test_screens_name_the_model_whose_code_runs(preset: str, tmp_path: Path) -> None:
+async def test_screens_name_the_model_whose_code_runs(tmp_path: Path) -> None:
     async with opened(tmp_path / "runs", (160, 45)) as ui:
         await ui.press("1", "slash", *"theirs", "enter", "enter")
         await ui.until(lambda: "trust_remote_code is on" in ui.text())
@@ -56,20 +54,9 @@ async def test_screens_name_the_model_whose_code_runs(preset: str, tmp_path: Pat
         assert "trust_remote_code is on" in ui.text()
 
 
-@pytest.mark.parametrize(
-    ("values", "fact"),
-    [
-        (
-            {"model.id": "org/model", "model.revision": "v1"},
-            RemoteCode(model="org/model", revision="v1"),
-        ),
-        ({"model.id": "/models/one"}, RemoteCode(model="/models/one", revision="")),
-    ],
-)
-def test_a_plan_has_the_origin_of_the_code(values: dict[str, str], fact: RemoteCode) -> None:
-    spec = with_values(find_preset("tiny").spec, values)
-    assert not any(
-        isinstance(warning, RemoteCode) for warning in make_plan(spec, quad_machine()).warnings
-    )
+def test_a_plan_has_the_origin_of_the_code() -> None:
+    spec = with_values(find_preset("tiny").spec, {"model.id": "/models/one"})
     trusting = with_values(spec, {"model.trust_remote_code": "true"})
+    fact = RemoteCode(model="/models/one", revision="")
     assert fact in make_plan(trusting, quad_machine()).warnings
+    assert fact not in make_plan(spec, quad_machine()).warnings

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,217 +24,109 @@ from so_tui.validation import report as reports
 from so_tui.validation.report import Report
 from tests.support.hostile import HOSTILE, IN_A_NAME, SURROGATE, HostileWorld, hostile_world, unsafe
 
-COMMANDS: dict[str, list[list[str]]] = {
-    "inspect": [["inspect"], ["inspect", "--json"], ["inspect", "--sysroot", HOSTILE]],
-    "doctor": [
-        ["doctor", "--machine", "MACHINE", "hostile"],
-        ["doctor", "--machine", "MACHINE", "--json"],
-        ["doctor", "--runs-dir", HOSTILE],
-        ["doctor", "hostile", "--mpam"],
-    ],
-    "machines": [
-        ["machines"],
-        ["machines", "--json"],
-        ["machines", HOSTILE],
-        ["machines", HOSTILE, "--json"],
-    ],
-    "calibrate": [["calibrate", HOSTILE]],
-    "validate": [
-        ["validate", HOSTILE],
-        ["validate", "--minutes", HOSTILE],
-        ["validate", "--out", "REPORT"],
-    ],
-    "plan": [
-        ["plan", "--machine", "MACHINE"],
-        ["plan", "hostile", "--machine", "MACHINE"],
-        ["plan", "hostile", "--machine", "MACHINE", "--json"],
-        ["plan", "hostile", "--set", f"model.revision={HOSTILE}"],
-        ["plan", "hostile", "--gpus", HOSTILE],
-    ],
-    "presets": [
-        ["presets"],
-        ["presets", "--json"],
-        ["presets", "hostile"],
-        ["presets", "hostile", "--json"],
-        ["presets", HOSTILE],
-        ["presets", "hostile", "--set", f"{HOSTILE}={HOSTILE}"],
-        ["presets", "hostile", "--set", HOSTILE],
-        ["presets", "add", HOSTILE],
-    ],
-    "data": [["data", "hostile"], ["data", "hostile", "--json"]],
-    "fetch": [["fetch", HOSTILE]],
-    "prepare": [["prepare", HOSTILE]],
-    "run": [
-        ["run", "hostile", "--dry-run", "--machine", "MACHINE"],
-        ["run", "hostile", "--dry-run", "--machine", "MACHINE", "--json"],
-        ["run", HOSTILE, "--plain"],
-    ],
-    "watch": [["watch", "RUN", "--plain"], ["watch", HOSTILE]],
-    "runs": [["runs"], ["runs", "--json"]],
-    "stop": [["stop", "RUN"], ["stop", HOSTILE]],
-    "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
-    "logs": [["logs", "RUN"], ["logs", HOSTILE]],
-    "export": [["export", HOSTILE]],
-    "convert": [
-        ["convert", HOSTILE, "--to", HOSTILE],
-        ["convert", HOSTILE, "--as", "tiny"],
-        ["convert", HOSTILE, "--as", HOSTILE],
-    ],
-    "generate": [
-        ["generate", HOSTILE, "--prompt", "a"],
-        ["generate", "RUN", "--prompt", "a", "--base", "\0" + HOSTILE],
-    ],
-    "chat": [["chat", HOSTILE], ["chat", "RUN"]],
-    "export-metrics": [["export-metrics", HOSTILE], ["export-metrics", "RUN", "--to", HOSTILE]],
-    "compare": [
-        ["compare", "RUN", "RUN"],
-        ["compare", "RUN", "RUN", "--json"],
-        ["compare", "RUN", HOSTILE],
-    ],
-    "note": [
-        ["note", "RUN", "--json"],
-        ["note", HOSTILE],
-        ["note", "RUN", "--text", HOSTILE],
-        ["note", "RUN"],
-        ["note", "RUN", "--tag", HOSTILE],
-    ],
-    "settings": [
-        ["settings", HOSTILE],
-        ["settings", f"{HOSTILE}={HOSTILE}"],
-        ["settings", f"theme={HOSTILE}"],
-    ],
-    "completion": [["completion", "zsh"], ["completion", HOSTILE]],
-    "supervise": [
-        ["supervise", HOSTILE, "--attempt", "1"],
-        ["supervise", "RUN", "--attempt", HOSTILE],
-    ],
-}
+TESTS = Path(__file__).parents[1]
+COMMANDS = (TESTS / "data" / "hostile_commands.txt").read_text().splitlines()
+"""In capitals, what a test puts in their place."""
+OF_RUNS = (
+    *("runs", "watch", "stop", "resume", "logs", "export", "generate", "chat"),
+    *("export-metrics", "compare", "note", "supervise"),
+)
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
+Call = Callable[[str], tuple[str, str]]
+
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> HostileWorld:
-    """The hostile texts, written once."""
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileWorld]:
+    """The hostile texts, written once. The helper process, which takes seconds, answers the same
+    question about data once.
+    """
     folder = tmp_path_factory.mktemp("hostile")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
-        return hostile_world(folder)
-
-
-@pytest.fixture(autouse=True)
-def _presets_of_the_world(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(world.runs_dir.parent / "config"))
-
-
-@pytest.fixture(scope="module")
-def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
-    """What the helper process has said about data, by what was asked."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def _the_same_data_is_looked_at_once(
-    looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let the helper process, which takes seconds, answer the same question once."""
+    answers: dict[bytes, list[Progress | DataPreview]] = {}
     preview_data = helper_jobs.preview_data
 
     def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
         asked = msgspec.json.encode((spec, rows))
-        if asked not in looked_at:
-            looked_at[asked] = list(preview_data(spec, rows))
-        yield from looked_at[asked]
+        if asked not in answers:
+            answers[asked] = list(preview_data(spec, rows))
+        yield from answers[asked]
 
-    monkeypatch.setattr(helper_jobs, "preview_data", remembered)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        patch.setattr(helper_jobs, "preview_data", remembered)
+        yield hostile_world(folder)
 
 
-def called(
-    argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]
-) -> tuple[str, str]:
+@pytest.fixture
+def call(
+    world: HostileWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """Call a command in the hostile world, and return its output and its errors."""
+    folder = world.runs_dir.parent
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
     names = {
+        "HOSTILE": HOSTILE,
+        "NUL": "\0",
         "MACHINE": str(world.machine_file),
         "RUN": str(world.run.path),
-        "REPORT": str(world.runs_dir.parent / "report"),
+        "REPORT": str(folder / "report"),
     }
-    if "REPORT" in argv:
-        other = Report(
-            so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=()
-        )
-        reports.write(Path(names["REPORT"]), other)
-    with_runs = "runs watch stop resume logs export generate chat export-metrics compare note"
-    known = argv[0] in (*with_runs.split(), "supervise")
-    where = ["--runs-dir", str(world.runs_dir)] if known else []
-    with suppress(SystemExit):  # argparse ends so
-        main([*(names.get(word, word) for word in argv), *where])
-    printed = capsys.readouterr()
-    return printed.out, printed.err
+    other = Report(so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=())
+    reports.write(folder / "report", other)
+
+    def called(command: str) -> tuple[str, str]:
+        argv = [
+            re.sub("|".join(names), lambda found: names[found[0]], word) for word in command.split()
+        ]
+        where = ["--runs-dir", str(world.runs_dir)] if argv[0] in OF_RUNS else []
+        with suppress(SystemExit):  # argparse ends so
+            main([*argv, *where])
+        return capsys.readouterr()
+
+    return called
 
 
 def test_every_command_is_tried() -> None:
     actions = build_parser()._subparsers
     assert actions is not None
-    known = {
-        name
-        for action in actions._group_actions
-        if isinstance(action.choices, dict)
-        for name in action.choices
-    }
-    assert known == set(COMMANDS)
+    choices = [action.choices for action in actions._group_actions]
+    known = {name for names in choices if isinstance(names, dict) for name in names}
+    assert known == {command.split()[0] for command in COMMANDS}
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        pytest.param(argv, id=f"{argv[0]}-{i}")
-        for argvs in COMMANDS.values()
-        for i, argv in enumerate(argvs)
-    ],
-)
-def test_commands_print_only_printable_characters(
-    argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, err = called(argv, world, capsys)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_print_only_printable_characters(command: str, call: Call) -> None:
+    out, err = call(command)
     assert out or err
-    assert unsafe(out) == set()
-    assert unsafe(err) == set()
-    assert not any(line.startswith("forged line") for line in out.splitlines()) or argv[0] in (
-        "data",
-        "logs",
-    )
-    if "--json" in argv and out:
+    assert unsafe(out) == unsafe(err) == set()
+    forged = any(line.startswith("forged line") for line in out.splitlines())
+    assert not forged or command.startswith(("data", "logs"))
+    if "--json" in command and out:
         json.loads(out)
 
 
 @pytest.mark.parametrize(
-    "argv",
+    "command",
     [
-        COMMANDS["presets"][0],
-        COMMANDS["plan"][1],
-        COMMANDS["run"][0],
-        COMMANDS["runs"][0],
-        COMMANDS["data"][0],
+        *("presets", "plan hostile --machine MACHINE", "runs", "data hostile"),
+        "run hostile --dry-run --machine MACHINE",
     ],
 )
 def test_only_so_tuis_own_colours_reach_a_terminal(
-    argv: list[str],
-    world: HostileWorld,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    out, _ = called(argv, world, capsys)
+    out, _ = call(command)
     assert "\x1b[8m" not in out, "text that is not shown"
     assert OWN_STYLING.search(out), "colours are forced"
     assert unsafe(OWN_STYLING.sub("", out)) == set()
 
 
-def test_json_and_toml_still_say_what_was_written(
-    world: HostileWorld, capsys: pytest.CaptureFixture[str]
-) -> None:
-    title = find_preset("hostile").spec.title
-    assert tomllib.loads(called(["presets", "hostile"], world, capsys)[0])["title"] == title
-    assert json.loads(called(["presets", "hostile", "--json"], world, capsys)[0])["title"] == title
-    (listed,) = json.loads(called(["runs", "--json"], world, capsys)[0])["runs"]
+def test_json_and_toml_still_say_what_was_written(call: Call) -> None:
+    title = tomllib.loads(call("presets hostile")[0])["title"]
+    assert title == json.loads(call("presets hostile --json")[0])["title"]
+    assert title == find_preset("hostile").spec.title
+    (listed,) = json.loads(call("runs --json")[0])["runs"]
     assert (listed["name"], listed["reason"]) == (IN_A_NAME, HOSTILE)
 
 
@@ -243,12 +135,11 @@ def test_tracebacks_and_odd_bytes_are_printed_safely() -> None:
         "import sys; from so_tui.trust.streams import guard_output; guard_output(); "
         "print(sys.argv[1]); raise OSError(sys.argv[1])"
     )
-    argv = [sys.executable, "-c", code, HOSTILE + SURROGATE]
     done = subprocess.run(
-        argv,
+        [sys.executable, "-c", code, HOSTILE + SURROGATE],
         capture_output=True,
         env={**os.environ, "PYTHONUTF8": "1"},
-        cwd=Path(__file__).parents[2],
+        cwd=TESTS.parent,
         check=False,
     )
     assert done.returncode == 1

@@ -1,5 +1,5 @@
-"""A real Slurm on one machine: munge, slurmctld and one slurmd for each node, all in one folder,
-and gone afterwards.
+"""A real Slurm on one machine: munge, slurmctld and one slurmd for each node, and if asked for,
+MariaDB and slurmdbd, all in one folder, and gone afterwards.
 
 Each slurmd has a host name of its own (a UTS namespace), so what runs in a job finds itself on
 another host than the tests.
@@ -13,92 +13,38 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.slurm import accounting
+import pytest
 
-TOOLS = (
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "squeue",
-    "scontrol",
-    "scancel",
-    "sinfo",
-    "srun",
-    "unshare",
-)
+from tests.support.commands import forget_cluster
+
 NODES = ("n1", "n2")
-_SYSTEM_PATH = "/usr/sbin:/sbin"
-_READY_S = 120.0
-
-# Rules of TACC Vista: options that its job_submit plugin refuses.
-_RULES = """
-function slurm_job_submit(job, partition, uid)
-    if job.partition == "strict" and (job.tres_per_node or job.tres_per_task) then
-        slurm.log_user("--gres and --gpus-per-task are not allowed here")
-        return 2051
-    end
-    return slurm.SUCCESS
-end
-function slurm_job_modify(job, record, partition, uid)
-    return slurm.SUCCESS
-end
-"""
-
+ACCOUNT = "project"
+"""The account that may be charged, with accounting."""
+_TOOLS = "munged slurmctld slurmd sbatch squeue scontrol scancel sinfo srun unshare"
+_ACCOUNTING_TOOLS = "mariadb-install-db mariadbd slurmdbd sacctmgr sacct"
+_DATA = Path(__file__).parents[1] / "data" / "slurm"
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _NODE = "NodeAddr=127.0.0.1 CPUs=2 Gres=gpu:2 State=UNKNOWN"
-_CONF = """
-ClusterName=simulated
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-FirstJobId={first_job}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=20
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-EnforcePartLimits=ALL
-SlurmdParameters=config_overrides
-SlurmdTimeout=8
-KillWait=2
-MinJobAge={min_job_age_s}
-ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=100000,bf_interval=1
-JobCompType=jobcomp/none
-JobSubmitPlugins=lua
-GresTypes=gpu
-{nodes}
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=01:00:00 State=UP
-PartitionName=strict Nodes=n1,n2 MaxTime=01:00:00 State=UP
-"""
 
 
-def missing() -> tuple[str, ...]:
-    """Return why Slurm cannot be run here: the programs that are missing, or the right to name a
-    host.
-    """
-    path = f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}"
-    absent = tuple(tool for tool in TOOLS if shutil.which(tool, path=path) is None)
+def _skip_without(tools: str) -> None:
+    """Skip where Slurm cannot run: programs are missing, or the right to name a host."""
+    absent = [tool for tool in tools.split() if shutil.which(tool, path=_PATH) is None]
+    if not absent:
+        if os.geteuid() != 0:
+            absent = ["the right of root to start slurmd"]
+        elif subprocess.run(
+            ["unshare", "--uts", "hostname", "n1"], capture_output=True, check=False
+        ).returncode:
+            absent = ["the right to make a UTS namespace"]
     if absent:
-        return absent
-    if os.geteuid() != 0:
-        return ("the right of root to start slurmd",)
-    named = subprocess.run(["unshare", "--uts", "hostname", "n1"], capture_output=True, check=False)
-    return () if named.returncode == 0 else ("the right to make a UTS namespace",)
+        pytest.skip(f"Slurm cannot be run here without {', '.join(absent)}")
 
 
 @dataclass
@@ -109,6 +55,12 @@ class Cluster:
     environ: Mapping[str, str]
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _a_node_failed: bool = False
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the test's own commands find this cluster."""
+        for name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, self.environ[name])
+        forget_cluster(monkeypatch)
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
         """Run a command of Slurm and return what it printed."""
@@ -133,40 +85,31 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         """Start a node's slurmd, unless it runs."""
-        if node in self._daemons:
-            return
-        self.start(
-            node, ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -D -N {node}"]
-        )
+        if node not in self._daemons:
+            named = f"hostname {node} && exec slurmd -D -N {node}"
+            self.start(node, ["unshare", "--uts", "sh", "-c", named])
 
     def stop_node(self, node: str) -> None:
         """Kill a node as when its power fails: its slurmd, every step before it can report, and the
         processes of its jobs.
         """
         self._a_node_failed = True
-        for pid in self._steps(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(self._steps(node))
         self._daemons[node].kill()
-        for pid in self.processes(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(self.processes(node))
         self._daemons.pop(node).wait()
 
     def processes(self, node: str | None = None) -> tuple[int, ...]:
         """Return the processes that jobs of this cluster started (on one node): their environment
         names the cluster's configuration.
         """
-        wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()} | (
-            {f"SLURMD_NODENAME={node}".encode()} if node else set()
-        )
+        wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()}
+        wanted |= {f"SLURMD_NODENAME={node}".encode()} if node else set()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = set((folder / "environ").read_bytes().split(b"\0"))
-                if wanted <= variables and any(
-                    variable.startswith(b"SLURM_JOB_ID=") for variable in variables
-                ):
+                if wanted <= variables and any(map(_names_a_job, variables)):
                     found.append(int(folder.name))
         return tuple(found)
 
@@ -175,9 +118,8 @@ class Cluster:
         host, found = (Path("/proc") / str(self._daemons[node].pid) / "ns/uts").readlink(), []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (folder / "comm").read_text() == "slurmstepd\n" and (
-                    folder / "ns/uts"
-                ).readlink() == host:
+                is_step = (folder / "comm").read_text() == "slurmstepd\n"
+                if is_step and (folder / "ns/uts").readlink() == host:
                     found.append(int(folder.name))
         return tuple(found)
 
@@ -185,31 +127,17 @@ class Cluster:
         """Return whether anything of a job is left on the nodes that run, Slurm's own processes
         included.
         """
-        return bool(self.processes()) or any(
-            self._steps(node) for node in NODES if node in self._daemons
-        )
+        running = [node for node in NODES if node in self._daemons]
+        return bool(self.processes()) or any(map(self._steps, running))
 
     def jobs(self) -> str:
-        return self.run(
-            "squeue",
-            "--noheader",
-            "--states=PENDING,RUNNING,COMPLETING,SUSPENDED",
-            "--format=%i %T",
-        )
+        states = "--states=PENDING,RUNNING,COMPLETING,SUSPENDED"
+        return self.run("squeue", "--noheader", states, "--format=%i %T")
 
     def wait_ready(self) -> None:
         """Wait until both nodes take jobs."""
-        deadline = time.monotonic() + _READY_S
-        while self.run(
-            "sinfo", "--noheader", "--format=%T %D", "--partition=main", check=False
-        ).split() != ["idle", str(len(NODES))]:
-            logs = "\n".join(
-                f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log")
-            )
-            assert time.monotonic() < deadline, (
-                f"no two idle nodes: {self.run('sinfo', check=False)}\n{logs}"
-            )
-            time.sleep(0.2)
+        asked = ("sinfo", "--noheader", "--format=%T %D", "--partition=main")
+        _wait_until(lambda: self.run(*asked, check=False).split() == ["idle", str(len(NODES))])
         if self._a_node_failed:
             # Slurm 22.05 may count the devices of a job whose node failed as in use for good; it
             # counts anew then.
@@ -229,12 +157,8 @@ class Cluster:
         """Cancel every job and end what is left of jobs."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("scancel", f"--user={os.geteuid()}", check=False, timeout_s=10)
-            deadline = time.monotonic() + 15
-            while self.jobs() and time.monotonic() < deadline:
-                time.sleep(0.2)
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _wait_until(lambda: not self.jobs(), 15)
+        _kill(self.processes())
 
     def stop(self) -> None:
         """Clear the queue and end the daemons."""
@@ -248,80 +172,117 @@ class Cluster:
                 daemon.wait()
         self._daemons.clear()
 
+    def start_accounting(self, database_port: int) -> None:
+        """Start the database and slurmdbd, before slurmctld, and let root charge one account."""
+        data, database = self.folder / "database", self.folder / "database.socket"
+        made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root"]
+        made += ["--skip-test-db", "--auth-root-authentication-method=normal"]
+        subprocess.run(made, env=self.environ, capture_output=True, check=True)
+        options = {
+            "datadir": data,
+            "socket": database,
+            "pid-file": self.folder / "database.pid",
+            "port": database_port,
+            "init-file": _DATA / "database.sql",
+            "bind-address": "127.0.0.1",
+            "user": "root",
+        }
+        self.start("mariadbd", ["mariadbd", "--no-defaults", *_long(options)])
+        _wait_until(database.exists)
+        self.start("slurmdbd", ["slurmdbd", "-D"])
+        add = ("sacctmgr", "-i", "add")
+        _wait_until(lambda: "simulated" in self.run(*add, "cluster", "simulated", check=False))
+        self.run(*add, "account", ACCOUNT, "cluster=simulated")
+        self.run(*add, "user", "root", f"account={ACCOUNT}", check=False)
+
+
+def _names_a_job(variable: bytes) -> bool:
+    return variable.startswith(b"SLURM_JOB_ID=")
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _long(options: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _wait_until(ready: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Return once something is ready; Slurm is asked a few times a second."""
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
 
 @contextlib.contextmanager
-def running_cluster(
-    folder: Path, *, min_job_age_s: int = 300, accounted: bool = False
-) -> Iterator[Cluster]:
-    """Start Slurm in a folder whose path is short enough for a socket, and stop it.
-
-    Args:
-        folder: An empty folder.
-        min_job_age_s: How long slurmctld remembers a job that has ended.
-        accounted: Record jobs in a database, and charge accounts.
+def running_cluster(*, accounted: bool = False) -> Iterator[Cluster]:
+    """Start Slurm in a folder whose path is short enough for a socket, and stop it; skip where it
+    cannot run. If ``accounted``, it records jobs in a database, and charges accounts.
     """
-    *ports, accounting_port, database_port = _free_ports(3 + len(NODES))
+    _skip_without(f"{_TOOLS} {_ACCOUNTING_TOOLS}" if accounted else _TOOLS)
+    with tempfile.TemporaryDirectory(prefix="slurm.", dir="/tmp") as path:
+        folder, conf = Path(path), Path(path) / "slurm.conf"
+        (folder / "state").mkdir()
+        folder.chmod(0o755)
+        database_port = _configure(folder, accounted=accounted)
+        key, munge = folder / "munge.key", folder / "munge.socket"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        environ = {**os.environ, "SLURM_CONF": str(conf), "PATH": _PATH}
+        cluster = Cluster(folder, environ)
+        files = {"pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munged.seed"}
+        options = {name: folder / file for name, file in files.items()}
+        options |= {"key-file": key, "socket": munge}
+        try:
+            cluster.start("munged", ["munged", "--foreground", "--force", *_long(options)])
+            _wait_until(munge.exists)
+            if accounted:
+                cluster.start_accounting(database_port)
+            cluster.start("slurmctld", ["slurmctld", "-D", "-c"])
+            for node in NODES:
+                cluster.start_node(node)
+            cluster.wait_ready()
+            yield cluster
+        except BaseException:
+            for log in (*folder.glob("*.log"), *folder.glob("*.out")):
+                print(log.name, log.read_text(errors="replace")[-2000:])
+            raise
+        finally:
+            cluster.stop()
+
+
+def _configure(folder: Path, *, accounted: bool) -> int:
+    """Write the files that Slurm reads, and return the port of the database."""
+    port, accounting_port, database_port, *ports = _free_ports(3 + len(NODES))
     nodes = [
         f"NodeName={node} NodeHostname={node} {_NODE} Port={port}"
-        for node, port in zip(NODES, ports[1:], strict=True)
+        for node, port in zip(NODES, ports, strict=True)
     ]
-    conf = folder / "slurm.conf"
     values = {
         "host": socket.gethostname(),
-        "port": ports[0],
+        "port": port,
         # Ranks of several nodes meet at a port that follows from the job's number, and another
         # worker of pytest has a cluster on the same host.
         "first_job": 1 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
         "folder": folder,
         "nodes": "\n".join(nodes),
-        "min_job_age_s": min_job_age_s,
+        "accounting_port": accounting_port,
+        "database_port": database_port,
     }
-    storage = (
-        accounting.SLURM_CONF.format(folder=folder, port=accounting_port)
-        if accounted
-        else "AccountingStorageType=accounting_storage/none\n"
+    texts = {path.name: path.read_text() for path in _DATA.glob("*.conf")}
+    accounting = texts.pop("accounting.conf").format_map(values)
+    values["accounting"] = (
+        accounting if accounted else "AccountingStorageType=accounting_storage/none"
     )
-    conf.write_text(_CONF.format(**values) + storage)
-    (folder / "gres.conf").write_text(
-        "AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
-    )
-    (folder / "job_submit.lua").write_text(_RULES)
-    (folder / "state").mkdir()
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    folder.chmod(0o755)
-    environ = {
-        **os.environ,
-        "SLURM_CONF": str(conf),
-        "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}",
-    }
-    cluster = Cluster(folder, environ)
-    try:
-        files = {
-            "key-file": key,
-            "socket": folder / "munge.socket",
-            "pid-file": folder / "munged.pid",
-            "log-file": folder / "munged.log",
-        }
-        options = [
-            f"--{name}={path}"
-            for name, path in {**files, "seed-file": folder / "munged.seed"}.items()
-        ]
-        cluster.start("munged", ["munged", "--foreground", "--force", *options])
-        deadline = time.monotonic() + _READY_S
-        while not (folder / "munge.socket").exists():
-            assert time.monotonic() < deadline, "munged did not start"
-            time.sleep(0.05)
-        if accounted:
-            accounting.start_accounting(cluster, accounting_port, database_port)
-        cluster.start("slurmctld", ["slurmctld", "-D", "-c"])
-        for node in NODES:
-            cluster.start_node(node)
-        cluster.wait_ready()
-        yield cluster
-    finally:
-        cluster.stop()
+    for name, text in texts.items():
+        (folder / name).write_text(text.format_map(values))
+        (folder / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+    shutil.copy(_DATA / "job_submit.lua", folder)
+    return database_port
 
 
 def _free_ports(count: int) -> list[int]:

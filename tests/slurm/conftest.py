@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import NODES, Cluster, missing, running_cluster
-from tests.support.commands import forget_cluster
+from tests.slurm.cluster import NODES, Cluster, running_cluster
 from tests.support.waiting import wait_until
 
-QUICKLY = Path(__file__).with_name("quickly.toml")
+SITE = 'title = "two simulated nodes"\npoll_s = 1\nwarning_s = 30\ninterface = "lo"\n'
+"""A profile whose scheduler may be asked every second."""
 
 
 @pytest.fixture(scope="session")
 def _slurm() -> Iterator[Cluster]:
-    """Start Slurm once; skip where it cannot run."""
-    if absent := missing():
-        pytest.skip(f"Slurm cannot be run here without {', '.join(absent)}")
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm.", dir="/tmp") as folder,
-        running_cluster(Path(folder)) as cluster,
-    ):
+    with running_cluster() as cluster:
         yield cluster
 
 
@@ -33,9 +26,7 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue
     fails it and is removed.
     """
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, _slurm.environ[name])
-    forget_cluster(monkeypatch)
+    _slurm.use(monkeypatch)
     yield _slurm
     left = _slurm.left()
     _slurm.clear()
@@ -46,22 +37,20 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
 
 
 @pytest.fixture(autouse=True)
-def _polled_quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use a profile whose scheduler may be asked every second, and a queue file of the test's
-    own.
-    """
-    sites = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites"
-    sites.mkdir(parents=True)
-    (sites / "generic.toml").write_text(QUICKLY.read_text())
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Use the profile in this file, and a queue file of the test's own."""
+    path = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(SITE)
     monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
+    return path
 
 
 @pytest.fixture
 def busy(cluster: Cluster) -> Iterator[Cluster]:
     """Fill both nodes with another job."""
-    job = cluster.run(
-        "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"
-    ).strip()
+    batch = ("--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
+    job = cluster.run("sbatch", *batch).strip()
     wait_until(lambda: "RUNNING" in cluster.jobs())
     yield cluster
     cluster.run("scancel", job)

@@ -11,15 +11,23 @@ import pytest
 from so_tui.launch.launch import prepare_resume
 from so_tui.launch.lifecycle import resume, stop
 from so_tui.launch.places import _seen_machine, machine_of
-from so_tui.launch.slurm.executor import read_submission
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import BindingRecord, OutcomeCode
 from so_tui.runs.state import read_spec
 from so_tui.trust.decoding import read_json
 from tests.slurm.cluster import Cluster
-from tests.slurm.submitting import ended, losses, submit, trains, wait_for
-from tests.support.launching import records, tiny, train
+from tests.slurm.submitting import (
+    ended,
+    ended_again,
+    has_saved,
+    losses,
+    submission_of,
+    submit,
+    trains,
+    wait_for,
+)
+from tests.support.launching import of_kind, tiny, train
 
 pytestmark = pytest.mark.system
 
@@ -37,15 +45,13 @@ def node_state(run: RunDirectory) -> NodeState:
 def test_two_nodes_train_and_continue(cluster: Cluster, tmp_path: Path) -> None:
     run = two_nodes(tmp_path / "nodes", train__steps=str(STEPS))
     wait_for(run, trains)
-    submission = read_submission(run, 1)
-    assert submission is not None
-    cluster.run("scancel", "--signal=USR1", submission.job_id)
-    state = wait_for(run, lambda state: ended(state) and state.attempt == 2)
+    cluster.run("scancel", "--signal=USR1", submission_of(run).job_id)
+    state = wait_for(run, ended_again)
     assert (state.state, state.step, run.attempts()) == ("finished", STEPS, (1, 2))
-    assert (state.host, node_state(run).host, run.sample_hosts()) == ("n1", "n2", ("n1", "n2"))
-    assert node_state(run).ended
-    assert node_state(run).outcome is None
-    bound = next(record for record in records(run) if isinstance(record, BindingRecord))
+    node = node_state(run)
+    assert (state.host, node.host, run.sample_hosts()) == ("n1", "n2", ("n1", "n2"))
+    assert (node.ended, node.outcome) == (True, None)
+    bound = of_kind(run, BindingRecord)[0]
     assert [(rank.rank, rank.host) for rank in bound.ranks] == [(0, "n1"), (1, "n2")]
     seen = _seen_machine("simulated", "main")
     assert seen is not None
@@ -68,7 +74,7 @@ def test_a_stop_ends_both_nodes_with_a_checkpoint(cluster: Cluster, tmp_path: Pa
 
 def test_failed_node_is_reported_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     run = two_nodes(tmp_path, train__steps="5000", checkpoint__every_steps="2")
-    wait_for(run, lambda state: (state.saved_step or 0) >= 2)
+    wait_for(run, has_saved)
     cluster.stop_node("n2")
     state = wait_for(run, lambda state: ended(state) and state.code == OutcomeCode.NODE_FAILED)
     assert state.state in ("failed", "lost")
@@ -78,7 +84,7 @@ def test_failed_node_is_reported_and_resumed(cluster: Cluster, tmp_path: Path) -
     steps = state.saved_step + 2
     machine = machine_of(read_spec(run).slurm)
     resume(run, prepare_resume(run, machine, values={"train.steps": str(steps)}))
-    again = wait_for(run, lambda state: ended(state) and state.attempt == 2)
+    again = wait_for(run, ended_again)
     assert (again.state, again.step) == ("finished", steps)
 
 

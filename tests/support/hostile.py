@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from so_tui.folders import user_folder
 from so_tui.machine.types import Machine
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine, write_run
-from tests.support.records import append_records
+from tests.support.records import append_records, change_state
 
 HOSTILE = (
     "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;"
@@ -42,13 +42,10 @@ def unsafe(text: str) -> set[str]:
 class HostileWorld:
     """Where the texts are."""
 
-    preset: str
-    preset_file: Path
     run: RunDirectory
     runs_dir: Path
     machine: Machine
     machine_file: Path
-    rows: Path
 
 
 def hostile_world(folder: Path) -> HostileWorld:
@@ -74,36 +71,28 @@ def hostile_world(folder: Path) -> HostileWorld:
     (presets / "hostile.toml").write_text(tomli_w.dumps(tree))
     broken = tree | {"name": "broken", HOSTILE: HOSTILE, "offload": {"mode": HOSTILE}}
     (presets / IN_A_NAME[:40]).with_suffix(".toml").write_text(tomli_w.dumps(broken))
-    run = hostile_run(folder / "runs", machine)
-    return HostileWorld(
-        "hostile", presets / "hostile.toml", run, run.path.parent, machine, machine_file, rows
-    )
+    run = hostile_run(folder / "runs")
+    return HostileWorld(run, run.path.parent, machine, machine_file)
 
 
 def hostile_machine() -> Machine:
     """Return a host whose every text is hostile."""
     plain = quad_machine()
-    software = replace(
-        plain.software,
-        **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE),
-    )
-    gpus = tuple(
-        replace(gpu, name=HOSTILE, pci_bus_id=HOSTILE, compute_mode=HOSTILE) for gpu in plain.gpus
-    )
-    mpam = replace(plain.mpam, evidence=HOSTILE)
+    software = ("python", "torch", "deepspeed", "compiler", "numactl")
+    gpu = dict.fromkeys(("name", "pci_bus_id", "compute_mode"), HOSTILE)
     return replace(
         plain,
         hostname=HOSTILE,
         cpu_name=HOSTILE,
         architecture=HOSTILE,
-        software=software,
-        gpus=gpus,
-        mpam=mpam,
+        software=replace(plain.software, **dict.fromkeys(software, HOSTILE)),
+        gpus=tuple(replace(each, **gpu) for each in plain.gpus),
+        mpam=replace(plain.mpam, evidence=HOSTILE),
         notes=(HOSTILE,),
     )
 
 
-def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
+def hostile_run(runs_dir: Path) -> RunDirectory:
     """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
     written = write_run(
         runs_dir,
@@ -113,8 +102,8 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
         state="failed",
         name="hostile",
     )
-    run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
-    now = time.time()
+    run, now = RunDirectory(written.path.rename(runs_dir / IN_A_NAME)), time.time()
+    told = dict.fromkeys(("reason", "suggestion", "detail", "host"), HOSTILE)
     append_records(
         run,
         PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
@@ -129,19 +118,7 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
             summary={HOSTILE: 1.0},
         ),
     )
-    state = read_state(run)
-    write_state(
-        run,
-        replace(
-            state,
-            reason=HOSTILE,
-            detail=HOSTILE,
-            suggestion=HOSTILE,
-            host=HOSTILE,
-            started=now,
-            ended=now,
-        ),
-    )
+    change_state(run, started=now, ended=now, **told)
     for log in run.attempts_dir.glob("*/*.log"):
         log.write_bytes(HOSTILE.encode() + b"\n\x9b31m raw byte\n" + HOSTILE.encode())
     return run

@@ -11,34 +11,12 @@ from hypothesis import strategies as st
 Tree = dict[str, Any] | list[Any]
 
 _TEXTS = [
-    "",
-    "x\n",
-    "\x1b]52;c;cm0=\x07",
-    "\x9b31m",
-    "\u202e\u2066",
-    "\ud800",
-    "../../etc/passwd",
-    "/dev/zero",
-    "a" * 100_000,
-    "nan",
-    "a\0b",
-    "[red]",
+    *("", "x\n", "\x1b]52;c;cm0=\x07", "\x9b31m", "\u202e\u2066", "\ud800", "a\0b", "[red]"),
+    *("../../etc/passwd", "/dev/zero", "a" * 100_000, "nan"),
 ]
 _NUMBERS = [
-    0,
-    -1,
-    1,
-    2**31,
-    2**63 - 1,
-    2**63,
-    -(2**64),
-    10**400,
-    1e300,
-    -1e300,
-    5e-324,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
+    *(0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**64), 10**400),
+    *(1e300, -1e300, 5e-324, float("nan"), float("inf"), float("-inf")),
 ]
 
 
@@ -92,20 +70,15 @@ def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
         case "tear":
             return valid[:at]
         case "flip" if valid:
-            return (
-                valid[:at] + bytes([valid[at] ^ (1 << draw(st.integers(0, 7)))]) + valid[at + 1 :]
-            )
+            flipped = valid[at] ^ (1 << draw(st.integers(0, 7)))
+            return valid[:at] + bytes([flipped]) + valid[at + 1 :]
         case "insert":
             return valid[:at] + draw(st.binary(max_size=40)) + valid[at:]
         case "repeat":
             return valid * draw(st.integers(2, 5))
         case "nest":
-            return (
-                valid[:at]
-                + draw(st.sampled_from([b"[", b'{"a":', b"("]))
-                * draw(st.sampled_from([100, 100_000]))
-                + valid[at:]
-            )
+            opened = draw(st.sampled_from([b"[", b'{"a":', b"("]))
+            return valid[:at] + opened * draw(st.sampled_from([100, 100_000])) + valid[at:]
         case "replace":
             return draw(st.binary(max_size=200))
     return b""
@@ -142,13 +115,8 @@ def _places(tree: Tree) -> list[tuple[Any, Any]]:
     waiting: list[Any] = [tree]
     while waiting:
         value = waiting.pop()
-        keys: Any = (
-            value
-            if isinstance(value, dict)
-            else range(len(value))
-            if isinstance(value, list)
-            else ()
-        )
+        keys: Any = value if isinstance(value, dict) else ()
+        keys = range(len(value)) if isinstance(value, list) else keys
         for key in keys:
             found.append((value, key))
             waiting.append(value[key])

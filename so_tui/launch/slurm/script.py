@@ -247,15 +247,8 @@ def _user_sites() -> Path:
 
 def _site_names() -> tuple[str, ...]:
     """Return the names of all profiles."""
-    return tuple(
-        sorted(
-            {
-                path.stem
-                for folder in (_builtin_sites(), _user_sites())
-                for path in folder.glob("*.toml")
-            }
-        )
-    )
+    paths = (*_builtin_sites().glob("*.toml"), *_user_sites().glob("*.toml"))
+    return tuple(sorted({path.stem for path in paths}))
 
 
 def load_site(name: str) -> Site:
@@ -341,38 +334,12 @@ _STEP_S = 60
 """For the step in progress, which is finished first."""
 _RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
 _QUOTES = "'\""
-_RESERVED = frozenset(
-    [
-        "--array",
-        "--chdir",
-        "--clusters",
-        "--error",
-        "--export",
-        "--export-file",
-        "--get-user-env",
-        "--input",
-        "--job-name",
-        "--nodes",
-        "--no-requeue",
-        "--ntasks",
-        "--ntasks-per-node",
-        "--open-mode",
-        "--output",
-        "--parsable",
-        "--partition",
-        "--requeue",
-        "--signal",
-        "--test-only",
-        "--time",
-        "--wait",
-        "--wrap",
-        "--account",
-        "--qos",
-        "--constraint",
-        "--uid",
-        "--gid",
-    ]
-)
+_SET_HERE = """
+    --array --chdir --clusters --error --export --export-file --get-user-env --input --job-name
+    --nodes --no-requeue --ntasks --ntasks-per-node --open-mode --output --parsable --partition
+    --requeue --signal --test-only --time --wait --wrap --account --qos --constraint --uid --gid
+"""
+_RESERVED = frozenset(_SET_HERE.split())
 _REMEDY = (
     "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in "
     "the site profile (python = ...)"

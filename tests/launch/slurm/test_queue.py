@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.launch.launch import JobPhase, JobStatus
 from so_tui.launch.lifecycle import _queue_text, current_state, stop
@@ -29,58 +30,58 @@ from so_tui.runs.listing import delete_run
 from so_tui.runs.records import OutcomeCode, RunState
 from tests.support.launching import tiny
 from tests.support.problems import rejected
+from tests.support.records import change_state
 
+pytestmark = pytest.mark.usefixtures("_cluster")
 SUBMITTED = Submission(
-    job_id="7",
-    cluster="here",
-    partition="gh",
-    site="generic",
-    poll_s=30,
-    submitted=0.0,
+    job_id="7", cluster="here", partition="gh", site="generic", poll_s=30, submitted=0.0
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's
-    own.
-    """
-    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
-    monkeypatch.setattr(client, "cluster_name", lambda: "here")
-    monkeypatch.setattr(client, "accounted", lambda _: None)
-    run = create_run(tiny(slurm__partition="gh"), tmp_path / "runs")
-    _write_submission(run, new_attempt(run), SUBMITTED)
-    write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
-    return run
+class Queue:
+    """A run that was submitted as job 7, and what Slurm says of that."""
 
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.run = create_run(tiny(slurm__partition="gh"), folder)
+        self.cancelled: list[str] = []
+        self._patch = patch
+        self.submit()
+        change_state(self.run, state="queued")
+        patch.setattr(client, "cancel", self.cancelled.append)
 
-def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
-    monkeypatch.setattr(client, "own_jobs", lambda: jobs)
+    def submit(self, **changes: object) -> None:
+        number = 1 if self.run.attempts() else new_attempt(self.run)
+        _write_submission(self.run, number, replace(SUBMITTED, **changes))
+
+    def trains(self, **others: object) -> RunState:
+        """Record that the run trains on another host."""
+        change_state(self.run, **({"state": "training", "attempt": 1, "host": "n1"} | others))
+        return read_state(self.run)
+
+    def job(self, state: str, reason: str = "", number: str = "7", folder: str = "") -> Job:
+        folder = folder or str(self.run.attempt_dir(1))
+        return Job(id=number, state=state, reason=reason, folder=folder)
+
+    def says(self, *states: str | Job) -> None:
+        """Have Slurm list jobs, the run's own if only a state is given."""
+        jobs = tuple(self.job(job) if isinstance(job, str) else job for job in states)
+        self._patch.setattr(client, "own_jobs", lambda: jobs)
+
+    def state(self) -> RunState:
+        return current_state(self.run)
 
 
 def away(*_: object) -> NoReturn:
     raise SlurmError("Slurm did not answer within 20 s")
 
 
-def job_of(run: RunDirectory, state: str, reason: str = "") -> Job:
-    return Job(id="7", state=state, reason=reason, folder=folder_of(run))
-
-
-def trains(run: RunDirectory, **others: object) -> RunState:
-    """Record that the run trains on another host."""
-    values = {"state": "training", "attempt": 1, "host": "n1", **others}
-    state = msgspec.structs.replace(read_state(run), **values)
-    write_state(run, state)
-    return state
-
-
-def folder_of(run: RunDirectory) -> str:
-    """Return the working folder of the run's job."""
-    return str(run.attempt_dir(1))
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(tmp_path / "runs", monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("slurm", "state", "code"),
+    ("ended", "state", "code"),
     [
         ("TIMEOUT", "lost", OutcomeCode.OUT_OF_TIME),
         ("NODE_FAIL", "lost", OutcomeCode.NODE_FAILED),
@@ -91,188 +92,152 @@ def folder_of(run: RunDirectory) -> str:
     ],
 )
 def test_the_ends_of_a_job_are_told_apart_and_recorded(
-    slurm: str, state: str, code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    ended: str, state: str, code: OutcomeCode, slurm: Queue
 ) -> None:
-    answer(monkeypatch, job_of(run, slurm))
-    found = current_state(run)
+    slurm.says(ended)
+    found = slurm.state()
     assert (found.state, found.code, found.attempt) == (state, code, 1)
-    answer(monkeypatch)
-    assert read_state(run) == found
+    assert read_state(slurm.run) == found
 
 
-def test_why_a_job_failed_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_job_failed_is_said(slurm: Queue) -> None:
     """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it
     wrote before.
     """
-    written = (
-        b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: not found\x1b[0m\nended"
-    )
-    (run.attempt_dir(1) / "slurm.7.log").write_bytes(written)
-    answer(monkeypatch, Job(id="7", state="FAILED", folder=folder_of(run)))
-    status = SlurmExecutor().status(run, 1)
+    written = b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: no\x1b[0m\nended"
+    (slurm.run.attempt_dir(1) / "slurm.7.log").write_bytes(written)
+    slurm.says("FAILED")
+    status = SlurmExecutor().status(slurm.run, 1)
     assert status is not None
-    assert status.output == "loading modules / 100 % / python: not found / ended"
+    assert status.output == "loading modules / 100 % / python: no / ended"
 
 
 @pytest.mark.parametrize(
-    "slurm",
+    "state",
     [
         *("REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED"),
-        *("CONFIGURING", "REQUEUED", "STOPPED"),
+        *("PENDING", "CONFIGURING", "REQUEUED", "STOPPED"),
     ],
 )
 @pytest.mark.parametrize("recorded", ["queued", "training"])
-def test_a_job_that_may_still_run_ends_nothing(
-    slurm: str, recorded: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_may_still_run_ends_nothing(state: str, recorded: str, slurm: Queue) -> None:
     """A newer Slurm may have further states, and a revoked job runs on another cluster of the
-    federation.
+    federation. The supervisor of a suspended one is stopped with it, and its heartbeat stands
+    still.
     """
-    before = trains(run) if recorded == "training" else read_state(run)
-    answer(monkeypatch, job_of(run, slurm))
-    assert current_state(run).state == recorded
-    assert read_state(run) == before
+    before = slurm.trains() if recorded == "training" else read_state(slurm.run)
+    if state == "SUSPENDED":
+        os.utime(slurm.run.state_path, (0, 0))
+    slurm.says(state)
+    assert slurm.state().state == recorded
+    assert read_state(slurm.run) == before
 
 
-def test_suspended_run_is_not_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its supervisor is stopped with it, so its heartbeat stands still."""
-    before = trains(run)
-    os.utime(run.state_path, (0, 0))
-    answer(monkeypatch, job_of(run, "SUSPENDED"))
-    assert current_state(run) == before
-
-
-def test_heartbeat_decides_in_silence(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
-    answer(monkeypatch, job_of(run, "RUNNING"))
-    assert current_state(run).state == "queued"
+def test_heartbeat_decides_in_silence(slurm: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.submit(poll_s=1)
+    slurm.says("RUNNING")
+    assert slurm.state().state == "queued"
     monkeypatch.setattr(client, "own_jobs", away)
     time.sleep(1.1)
-    assert current_state(run).state == "queued"  # silence ends nothing
-    trains(run)
-    os.utime(run.state_path, (0, 0))
-    assert current_state(run).state == "lost"
+    assert slurm.state().state == "queued"  # silence ends nothing
+    slurm.trains()
+    os.utime(slurm.run.state_path, (0, 0))
+    assert slurm.state().state == "lost"
 
 
-def test_waiting_job_changes_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = read_state(run)
-    answer(monkeypatch, job_of(run, "PENDING", "Priority"))
-    assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
-    assert read_state(run) == before
-
-
-def test_forgotten_job_ends_queued_runs(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch)
-    queued = read_state(run)
-    trains(run)
-    assert current_state(run).state == "training"  # its heartbeat decides
-    write_state(run, queued)
-    assert current_state(run).code == OutcomeCode.JOB_FORGOTTEN
+def test_forgotten_job_ends_queued_runs(slurm: Queue) -> None:
+    slurm.says()
+    queued = read_state(slurm.run)
+    slurm.trains()
+    assert slurm.state().state == "training"  # its heartbeat decides
+    write_state(slurm.run, queued)
+    assert slurm.state().code == OutcomeCode.JOB_FORGOTTEN
 
 
 @pytest.mark.parametrize(
     "change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}]
 )
-def test_foreign_submission_is_none(change: dict[str, object], run: RunDirectory) -> None:
-    run.submission_path(1).write_bytes(
-        msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change})
-    )
-    assert read_submission(run, 1) is None
-    SlurmExecutor().cancel(run, 1)
+def test_foreign_submission_is_none(change: dict[str, object], slurm: Queue) -> None:
+    changed = msgspec.to_builtins(SUBMITTED) | change
+    slurm.run.submission_path(1).write_bytes(msgspec.json.encode(changed))
+    assert read_submission(slurm.run, 1) is None
+    SlurmExecutor().cancel(slurm.run, 1)
 
 
-def test_nothing_is_asked_for_others(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_for_others(slurm: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must
     not decide how often Slurm is asked.
     """
-    asked: list[str] = []
-
-    def call(argv: tuple[str, ...], _environment: object = None) -> str:
-        asked.append(argv[0])
-        return ""
-
+    asked: list[object] = []
     monkeypatch.undo()
-    monkeypatch.setattr(client, "_call", call)
-    run.submission_path(1).chmod(0o666)
-    assert current_state(run) == read_state(run)
-    SlurmExecutor().cancel(run, 1)
+    monkeypatch.setattr(client, "_call", lambda *call: asked.append(call))
+    slurm.run.submission_path(1).chmod(0o666)
+    assert slurm.state() == read_state(slurm.run)
+    SlurmExecutor().cancel(slurm.run, 1)
     assert asked == []
 
 
-def test_job_of_another_run_is_neither_believed_nor_cancelled(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_of_another_run_is_neither_believed_nor_cancelled(slurm: Queue, tmp_path: Path) -> None:
     """A copied folder carries the number of the original's job, and may have the original's
     name.
     """
-    copied = RunDirectory(shutil.copytree(run.path, tmp_path / "backup" / run.name))
-    cancelled: list[str] = []
-    monkeypatch.setattr(client, "cancel", cancelled.append)
-    answer(monkeypatch, Job(id="7", state="CANCELLED", folder=folder_of(run)))
+    copied = RunDirectory(shutil.copytree(slurm.run.path, tmp_path / "backup" / slurm.run.name))
+    slurm.says("CANCELLED")
     assert current_state(copied).state == "queued"
     SlurmExecutor().cancel(copied, 1)
-    assert cancelled == []
-    assert current_state(run).state == "stopped"
+    assert slurm.cancelled == []
+    assert slurm.state().state == "stopped"
 
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_job_without_number_is_found_by_its_folder(
-    linked: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linked: bool, slurm: Queue, tmp_path: Path
 ) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
-    _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, job_id=""))
+    slurm.submit(job_id="")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    folder = folder_of(RunDirectory(tmp_path / "link" / run.name) if linked else run)
-    cancelled: list[str] = []
-    monkeypatch.setattr(client, "cancel", cancelled.append)
-    answer(
-        monkeypatch,
-        Job(id="6", state="RUNNING", folder="/"),
-        Job(id="9", state="PENDING", reason="Priority", folder=folder),
-    )
-    assert "9" in current_state(run).detail
-    assert stop(run).state == "stopped"
-    assert cancelled == ["9"]
+    run = RunDirectory(tmp_path / "link" / slurm.run.name) if linked else slurm.run
+    own = slurm.job("PENDING", "Priority", "9", str(run.attempt_dir(1)))
+    slurm.says(slurm.job("RUNNING", "", "6", "/"), own)
+    assert "9" in slurm.state().detail
+    assert stop(slurm.run).state == "stopped"
+    assert slurm.cancelled == ["9"]
 
 
-def test_unsubmitted_run_is_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
-    _write_submission(run, 1, now)
-    answer(monkeypatch)
-    assert current_state(run).state == "queued"  # sbatch may still be at work
-    _write_submission(run, 1, msgspec.structs.replace(now, submitted=now.submitted - 120))
-    assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
+def test_unsubmitted_run_is_lost(slurm: Queue) -> None:
+    slurm.says()
+    slurm.submit(job_id="", submitted=time.time())
+    assert slurm.state().state == "queued"  # sbatch may still be at work
+    slurm.submit(job_id="", submitted=time.time() - 120)
+    assert slurm.state().state == "lost"
+    assert read_state(slurm.run).code == OutcomeCode.JOB_FORGOTTEN
 
 
-def test_run_without_scheduler_ends(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_scheduler_ends(slurm: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should its job start all the same, it is refused."""
     monkeypatch.setattr(client, "cluster_name", away)
     with rejected("run-may-be-live"):
-        stop(run)
-    assert read_state(run).state == "queued"
-    assert stop(run, assume_dead=True).state == "stopped"
+        stop(slurm.run)
+    assert read_state(slurm.run).state == "queued"
+    assert stop(slurm.run, assume_dead=True).state == "stopped"
     with rejected("attempt-already-started"):
-        refuse_start(run, 1, read_state(run))
-    delete_run(run)
-    assert not run.path.exists()
+        refuse_start(slurm.run, 1, read_state(slurm.run))
+    delete_run(slurm.run)
+    assert not slurm.run.path.exists()
 
 
 @pytest.mark.parametrize("ahead_s", [-5.0, 5.0])
-def test_a_node_whose_clock_is_off_gets_the_schedulers_reason(
-    ahead_s: float, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trains(run, state="failed", code=OutcomeCode.RANK_LOST, ended=time.time() + ahead_s)
-    answer(monkeypatch, job_of(run, "PREEMPTED"))
-    assert current_state(run).code == OutcomeCode.PREEMPTED
+def test_a_node_whose_clock_is_off_gets_the_schedulers_reason(ahead_s: float, slurm: Queue) -> None:
+    slurm.trains(state="failed", code=OutcomeCode.RANK_LOST, ended=time.time() + ahead_s)
+    slurm.says("PREEMPTED")
+    assert slurm.state().code == OutcomeCode.PREEMPTED
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:
     waits = JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
     assert _queue_text(waits).isprintable()
     assert "1970" in _queue_text(waits)
-    long, short = (
-        _queue_text(msgspec.structs.replace(waits, waits_for=words))
-        for words in ("ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]", "ReqNodeNotAvail")
-    )
-    assert long == short, "what Slurm adds to a reason is left out"
-    assert "nid" not in long
+    long = "ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]"
+    assert _queue_text(replace(waits, waits_for=long)) == _queue_text(
+        replace(waits, waits_for="ReqNodeNotAvail")
+    ), "what Slurm adds to a reason is left out"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -19,13 +20,16 @@ from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.machine import inspect_machine
 from so_tui.plan.plan import Launch
-from so_tui.runs import RunDirectory, read_spec, read_state, write_state
+from so_tui.runs import RunDirectory, read_spec, read_state
 from so_tui.spec import SoTuiError
 from tests.support.launching import tiny
+from tests.support.records import change_state
+
+pytestmark = pytest.mark.usefixtures("_cluster")
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the folders of the jobs that are submitted; each takes a moment."""
     folders: list[str] = []
 
@@ -34,17 +38,20 @@ def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         folders.append(folder)
         return str(len(folders))
 
-    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
-    monkeypatch.setattr(client, "cluster_name", lambda: "here")
     monkeypatch.setattr(client, "submit", submit)
     return folders
 
 
 @pytest.fixture
-def stopped(submitted: list[str], tmp_path: Path) -> RunDirectory:
+def launch() -> Launch:
+    return prepare(tiny(slurm__partition="gh"), inspect_machine())
+
+
+@pytest.fixture
+def stopped(submitted: list[str], launch: Launch, tmp_path: Path) -> RunDirectory:
     """A run whose first job was stopped."""
-    run = start(prepare(tiny(slurm__partition="gh"), inspect_machine()), runs_dir=tmp_path / "runs")
-    write_state(run, msgspec.structs.replace(read_state(run), state="stopped", attempt=1))
+    run = start(launch, runs_dir=tmp_path / "runs")
+    change_state(run, state="stopped", attempt=1)
     submitted.clear()
     return run
 
@@ -64,7 +71,6 @@ def test_of_two_resumes_one_submits(stopped: RunDirectory, submitted: list[str])
 
     with ThreadPoolExecutor() as pool:
         assert sorted(pool.map(refused, launches)) == [False, True]
-    assert len(submitted) == 1
     state = read_state(stopped)
     assert state.state == "queued"
     attempt = newest_attempt(stopped, state)
@@ -75,11 +81,8 @@ def test_of_two_resumes_one_submits(stopped: RunDirectory, submitted: list[str])
 
 
 def test_late_job_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
-        write_state(
-            stopped,
-            msgspec.structs.replace(read_state(stopped), state="starting", attempt=2, host="n1"),
-        )
+    def submit(*_: object) -> NoReturn:
+        change_state(stopped, state="starting", attempt=2, host="n1")
         raise SlurmError("sbatch did not answer within 20 s")
 
     monkeypatch.setattr(client, "submit", submit)
@@ -88,48 +91,37 @@ def test_late_job_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.Monke
     assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
 
 
-def test_refusal_changes_nothing(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
-        raise SlurmError("sbatch refused: invalid account")
-
-    monkeypatch.setattr(client, "submit", submit)
-    before = read_state(stopped)
-    with pytest.raises(SlurmError):
-        resume(stopped, prepare_resume(stopped, inspect_machine()))
-    assert (read_state(stopped), stopped.attempts()) == (before, (1,))
-
-
-def test_nothing_is_submitted_to_a_cluster_without_a_name(
-    stopped: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["submit", "cluster_name"])
+def test_refusal_changes_nothing(
+    fails: str, stopped: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its jobs could be neither watched nor cancelled from another program."""
+    """Jobs of a cluster without a name could be neither watched nor cancelled."""
 
-    def silent() -> str:
-        raise SlurmError("scontrol did not answer within 20 s")
+    def fail(*_: object) -> NoReturn:
+        raise SlurmError("refused, or no answer within 20 s")
 
-    monkeypatch.setattr(client, "cluster_name", silent)
     launch, before = prepare_resume(stopped, inspect_machine()), read_state(stopped)
+    monkeypatch.setattr(client, fails, fail)
     with pytest.raises(SlurmError):
         resume(stopped, launch)
     assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))
 
 
-def test_a_script_is_submitted_as_it_was_edited(submitted: list[str], tmp_path: Path) -> None:
-    launch = prepare(tiny(slurm__partition="gh"), inspect_machine())
-    run = start(
-        launch,
-        runs_dir=tmp_path / "runs",
-        executor=SlurmExecutor(edit=lambda script: script + "# edited\n"),
-    )
+def test_a_script_is_submitted_as_it_was_edited(
+    submitted: list[str], launch: Launch, tmp_path: Path
+) -> None:
+    edit = SlurmExecutor(edit=lambda script: script + "# edited\n")
+    run = start(launch, runs_dir=tmp_path / "runs", executor=edit)
     assert submitted == [str(run.attempt_dir(1))]
     assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
 
 
-def test_abandoned_edit_leaves_nothing(submitted: list[str], tmp_path: Path) -> None:
+def test_abandoned_edit_leaves_nothing(
+    submitted: list[str], launch: Launch, tmp_path: Path
+) -> None:
     def given_up(_script: str) -> str:
         raise SoTuiError("the editor ended with code 1")
 
-    launch = prepare(tiny(slurm__partition="gh"), inspect_machine())
     with pytest.raises(SoTuiError, match="editor"):
         start(launch, runs_dir=tmp_path / "runs", executor=SlurmExecutor(edit=given_up))
     assert submitted == []

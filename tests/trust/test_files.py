@@ -1,0 +1,126 @@
+"""Files that others may have written or can read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import shim
+from so_tui.trust.files import (
+    Distrust,
+    NotOwnError,
+    UnfitFileError,
+    distrust_of_file,
+    distrust_of_folder,
+    is_shared,
+    make_run_folder,
+    private_folder,
+    read_bounded,
+    umask_of,
+    wanted,
+)
+
+
+def test_only_a_file_of_ones_own_is_trusted(tmp_path: Path) -> None:
+    path, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    path.write_text("")
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    for mode, distrust in ((0o644, None), (0o664, Distrust.OTHERS_CAN_WRITE)):
+        path.chmod(mode)
+        assert distrust_of_file(path) is distrust
+    for wrong in (link, pipe, tmp_path):
+        assert distrust_of_file(wrong) is Distrust.WRONG_KIND
+    assert distrust_of_folder(path) is Distrust.WRONG_KIND
+    for missing in (tmp_path / "none", path / "below"):
+        assert distrust_of_file(missing) is Distrust.MISSING
+    if os.geteuid() == 0:
+        os.chown(path, 61_000, 61_000)
+        assert distrust_of_file(path) is Distrust.OTHER_OWNER
+
+
+def test_a_private_folder_is_made_and_an_open_one_closed(tmp_path: Path) -> None:
+    made = private_folder(tmp_path / "a" / "b")
+    assert [path.stat().st_mode & 0o777 for path in (made, made.parent)] == [0o700, 0o700]
+    made.chmod(0o755)
+    assert private_folder(made).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path)
+    made.chmod(0o777)
+    for path, distrust in (
+        (made, Distrust.OTHERS_CAN_WRITE),
+        (tmp_path / "link", Distrust.WRONG_KIND),
+    ):
+        with pytest.raises(NotOwnError) as error:
+            private_folder(path)
+        assert error.value.distrust is distrust
+
+
+def test_only_regular_files_are_read_up_to_their_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 10)
+    assert read_bounded(path, 10) == b"x" * 10
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for unfit, code in (
+        (path, "too-large"),
+        (tmp_path / "pipe", "not-a-file"),
+        (tmp_path / "zero", "not-a-file"),
+        (tmp_path, "not-a-file"),
+    ):
+        with pytest.raises(UnfitFileError) as error:
+            read_bounded(unfit, 9)
+        assert (error.value.code, error.value.path) == (code, unfit)
+
+
+READ = """
+import sys
+from pathlib import Path
+from so_tui.trust.files import read_bounded, read_own
+path = Path(sys.argv[1])
+print({read() for read in (lambda: read_own(path), lambda: read_bounded(path, 100)) for _ in "123"})
+"""
+
+
+def test_replaced_file_is_read_again(tmp_path: Path) -> None:
+    """As on a network file system, where a supervisor elsewhere replaces the state once a
+    second.
+    """
+    library = shim.build(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    faults = shim.Shim(library, tmp_path / "control")
+    path = tmp_path / "state.json"
+    path.write_text("{}")
+    path.chmod(0o600)
+    faults.replace_while_read(str(path))
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)],
+        env=os.environ | faults.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "{b'{}'}\n"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_mode_of_a_run_ignores_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        for shared, mode, of_files in ((False, 0o700, 0o077), (True, 0o750, 0o027)):
+            run = tmp_path / str(shared)
+            make_run_folder(run, shared=shared)
+            assert run.stat().st_mode & 0o777 == mode
+            assert (is_shared(run), umask_of(run)) == (shared, of_files)
+    finally:
+        os.umask(before)
+
+
+def test_only_one_value_shares() -> None:
+    shares = [wanted({"SO_TUI_SHARE": value}) for value in ("group", "", "world")]
+    assert [*shares, wanted({})] == [True, False, False, False]
