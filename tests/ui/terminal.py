@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from operator import ne
 from pathlib import Path
@@ -22,7 +23,7 @@ GIVE_UP_S = 300.0
 LOOK_EVERY_S = 0.1
 KEYS = {"enter": "Enter", "esc": "Escape"}
 """What tmux calls keys that so-tui names otherwise."""
-LEFT, WHEEL_UP, WHEEL_DOWN = 0, 64, 65
+LEFT, WHEEL_DOWN = 0, 65
 """Buttons in SGR mouse reports."""
 
 
@@ -43,55 +44,41 @@ class Terminal:
             "TERM": "tmux-256color",
             "COLORTERM": "truecolor",
             "LANG": "C.UTF-8",
-            **{
-                f"XDG_{kind.upper()}_HOME": str(self.home / kind)
-                for kind in ("config", "state", "data", "cache")
-            },
         }
-        self._server = {
-            "PATH": os.environ["PATH"],
-            "LANG": "C.UTF-8",
-            "TMUX_TMPDIR": str(sockets),
-            "HOME": str(self.home),
-        }
+        for kind in ("config", "state", "data", "cache"):
+            self._environment[f"XDG_{kind.upper()}_HOME"] = str(self.home / kind)
+        own = {name: self._environment[name] for name in ("PATH", "LANG", "HOME")}
+        self._server = own | {"TMUX_TMPDIR": str(sockets)}
 
     def run(self, *command: str) -> None:
         """Run a command in the pane. Its last screen stays when it has ended."""
-        exactly = [
-            "env",
-            "-i",
-            *(f"{name}={value}" for name, value in self._environment.items()),
-            *command,
-        ]
+        variables = [f"{name}={value}" for name, value in self._environment.items()]
         keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
-        self._tmux(
-            *keep, "new-session", "-d", *self._size, "-c", str(self.work), shlex.join(exactly)
-        )
+        session = ("new-session", "-d", *self._size, "-c", str(self.work))
+        self._tmux(*keep, *session, shlex.join(["env", "-i", *variables, *command]))
 
     def close(self) -> None:
         """End the tmux server and what runs in it."""
-        subprocess.run(
-            ["tmux", "-f", "/dev/null", "kill-server"],
-            env=self._server,
-            capture_output=True,
-            check=False,
-        )
+        with suppress(subprocess.CalledProcessError):  # it has ended
+            self._tmux("kill-server")
 
     def rows(self) -> list[str]:
         """Return the rows of the screen."""
         return self._tmux("capture-pane", "-p").splitlines()
 
-    def exit_status(self) -> int | None:
-        """Return the command's exit status; None while it runs, and until tmux knows it."""
-        dead, server, status = (
-            self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}")
-            .strip()
-            .split(":")
-        )
+    def ended(self) -> None:
+        """Wait for the command's exit status, which must be 0."""
+        self.until(lambda _: self._status(), "the end of the command")
+        assert self._status() == "0"
+
+    def _status(self) -> str:
+        """Return the command's exit status; nothing while it runs, and until tmux knows it."""
+        asked = "#{pane_dead}:#{pid}:#{pane_dead_status}"
+        dead, server, status = self._tmux("display-message", "-p", asked).strip().split(":")
         # Tmux 3.3 now and then misses that its child has ended, and looks only when it is told.
         if dead == "1" and not status:
             os.kill(int(server), signal.SIGCHLD)
-        return int(status) if status else None
+        return status
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
         """Wait until ``happened`` is true of the rows, and return them; name ``what``."""
@@ -100,21 +87,18 @@ class Terminal:
             rows = self.rows()
             if happened(rows):
                 return rows
-            assert time.monotonic() < deadline, "\n".join(
-                [f"waited {GIVE_UP_S:.0f} s for {what}", *rows]
-            )
+            assert time.monotonic() < deadline, "\n".join([f"waited for {what}", *rows])
             time.sleep(LOOK_EVERY_S)
 
     def shown(self, text: str) -> list[str]:
         """Wait until the screen shows a text, and return its rows."""
-        return self.until(lambda rows: any(text in row for row in rows), repr(text))
+        return self.until(lambda rows: text in "\n".join(rows), repr(text))
 
     def matched(self, pattern: str) -> re.Match[str]:
         """Wait until a row of the screen matches a regular expression, and return the match."""
-        rows = self.until(
-            lambda rows: any(re.search(pattern, row) for row in rows), f"a match of {pattern}"
-        )
-        return next(match for row in rows if (match := re.search(pattern, row)))
+        found = re.compile(pattern).search
+        rows = self.until(lambda rows: any(map(found, rows)), f"a match of {pattern}")
+        return next(filter(None, map(found, rows)))
 
     def _tmux(self, *arguments: str) -> str:
         command = ["tmux", "-f", "/dev/null", *arguments]
@@ -147,23 +131,13 @@ class Mouse(Terminal):
         self._report(f"{LEFT};{x};{y}M")
         self._report(f"{LEFT};{x};{y}m")
 
-    def wheel(self, text: str, *, up: bool, times: int = 1) -> None:
-        """Turn the wheel while the pointer is on a text."""
-        x, y = self._cell_of(text)
-        for _ in range(times):
-            self._report(f"{WHEEL_UP if up else WHEEL_DOWN};{x};{y}M")
-
     def scroll_to(self, text: str, over: str) -> None:
         """Turn the wheel down where ``over`` stands until a text is on the screen."""
         x, y = self._cell_of(over)
         rows = self.rows()
         while not any(text in row for row in rows):
             self._report(f"{WHEEL_DOWN};{x};{y}M")
-            before = rows
-            rows = self.until(
-                partial(ne, before),
-                f"a turn of the wheel to move the screen, on the way to {text!r}",
-            )
+            rows = self.until(partial(ne, rows), f"the wheel to move the screen to {text!r}")
 
     def _cell_of(self, text: str) -> tuple[int, int]:
         """Return column and row, counted from 1, of the middle of a text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from textual.widgets import Input
 from so_tui.spec import SoTuiError, find_preset
 from so_tui.ui.dialogs import AskText
 from tests.support.held_threads import LateThreads
-from tests.support.screen import opened
+from tests.support.screen import Driver, opened
 
 SLOW_S = 60
 
@@ -25,6 +26,10 @@ def answer(_: str, request: dict[str, Any], **__: object) -> Any:
     return json.loads(json.dumps(list(describe(request))[-1]))
 
 
+def asked(ui: Driver) -> bool:
+    return isinstance(ui.screen, AskText)
+
+
 async def test_a_model_is_added_and_selected(
     runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,45 +38,45 @@ async def test_a_model_is_added_and_selected(
     monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", answer)
     model = tmp_path / "Small-Llama"
     model.mkdir()
-    shape = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **counts}))
     async with opened(runs_dir, (80, 24)) as ui:
         table = await ui.presets()
         before = table.row_count
         await ui.press("a")
         await ui.type_text("owner")
         await ui.press("escape")
-        await ui.until(lambda: not isinstance(ui.screen, AskText))
+        await ui.until(lambda: not asked(ui))
         assert table.row_count == before
         await ui.press("a", "enter")
         await ui.until(lambda: "Type a hub id or a folder first" in ui.text())
         field = ui.find("#model", Input)
-        field.value = str(tmp_path / "absent")
+        field.value = absent = str(tmp_path / "absent")
         await ui.press("enter")
         await ui.until(lambda: "there is no such folder" in ui.shown("#said"), SLOW_S)
         assert "model.id =" not in ui.shown("#said"), "the field is in front of the reader"
-        assert field.value == str(tmp_path / "absent"), "what was typed stays"
+        assert field.value == absent, "what was typed stays"
         field.value = str(model)
         await ui.press("enter")
-        await ui.until(lambda: not isinstance(ui.screen, AskText), SLOW_S)
+        await ui.until(lambda: not asked(ui), SLOW_S)
         await ui.until(lambda: table.row_count == before + 1)
         assert find_preset("small-llama").spec.model.id == str(model)
-        await ui.until(lambda: "Small Llama" in str(ui.screen.query_one("#detail-title").render()))
+        await ui.until(lambda: "Small Llama" in ui.shown("#detail-title"))
+
+
+def refused(ui: Driver, model: str) -> bool:
+    said = ui.shown("#said")
+    return model in said and "reading" not in said
 
 
 async def test_after_a_failure_the_next_name_is_taken_at_once(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    named: list[str] = []
 
     def describe(model: str, **_: object) -> None:
-        asked.append(model)
+        named.append(model)
         raise ZeroDivisionError(model) if model == "broken" else SoTuiError(f"no {model}")
 
     monkeypatch.setattr("so_tui.launch.helper_jobs.describe_model", describe)
@@ -85,10 +90,6 @@ async def test_after_a_failure_the_next_name_is_taken_at_once(
             await ui.press("enter")
             if model == "broken":
                 threads.release()
-            await ui.until(
-                lambda model=model: (  # type: ignore[misc]
-                    model in ui.shown("#said") and "reading" not in ui.shown("#said")
-                )
-            )
+            await ui.until(partial(refused, ui, model))
         assert "ZeroDivisionError" in ui.shown("#said")
-    assert asked == ["first", "second", "broken"]
+    assert named == ["first", "second", "broken"]

@@ -18,35 +18,42 @@ from tests.support.screen import Driver, opened
 pytestmark = pytest.mark.usefixtures("_short_form")
 
 
+def titled(ui: Driver, text: str) -> Callable[[], bool]:
+    return lambda: text in ui.shown("#form-title")
+
+
+def note_of(row: FieldRow) -> str:
+    return str(row.query_one(".field-note", Static).content)
+
+
 async def test_a_wrong_field_is_marked_and_nothing_is_launched(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Launch] = []
+
+    def about() -> str:
+        return ui.shown("#about").replace("\n", " ")
+
+    monkeypatch.setattr(
+        "so_tui.ui.preset_actions.ask_to_launch", lambda _, launch: asked.append(launch)
+    )
     async with opened(runs_dir) as ui:
-        monkeypatch.setattr(
-            "so_tui.ui.preset_actions.ask_to_launch", lambda app, launch: asked.append(launch)
-        )
         await ui.configure()
         assert ui.find("#field-slurm-partition", FieldRow).disabled
-        assert not [
-            row
-            for row in ui.screen.query(FieldRow)
-            if row.path.startswith("slurm.") and row.path != "slurm.partition"
-        ]
+        slurm = [row.path for row in ui.screen.query(FieldRow) if row.path.startswith("slurm.")]
+        assert slurm == ["slurm.partition"]
         await ui.press("slash")
         prompt = ui.find("#find", Input)
         await ui.until(lambda: len(prompt.placeholder) < prompt.content_size.width)  # it is not cut
         await ui.press("escape")
         row = await ui.edit("train.learning_rate", "abc")
         await ui.until(lambda: row.has_class("-wrong"))
-        assert "not launched" not in ui.shown("#about")
         await ui.press("f5")
-        await ui.until(lambda: "not launched" in ui.shown("#about"))
-        assert "train.learning_rate" in ui.shown("#about")
+        await ui.until(lambda: re.search("not launched.*train.learning_rate", about()))
         assert not ui.notes()
         await ui.type_text("1e-5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong"))
-        assert "not launched" not in ui.shown("#about")
+        assert "not launched" not in about()
         await ui.press("escape", "u", "y")
         button = ui.find("#launch", Button)
         assert not button.disabled
@@ -58,7 +65,7 @@ async def test_a_wrong_field_is_marked_and_nothing_is_launched(
         await ui.type_text("0.5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
         assert row.has_class("-changed")
-        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
+        assert "was 0.9" in note_of(row)
         gpus = await ui.edit("gpus", "9")
         await ui.until(lambda: button.disabled)
         assert gpus.has_class("-wrong"), "there are four"
@@ -78,13 +85,8 @@ async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -
         await ui.press("tab")
         field = ui.app.focused
         assert isinstance(field, Input)
-        for key, character in [("backspace", "\x7f")] * 4 + [
-            ("3", "3"),
-            ("4", "4"),
-            ("left", ""),
-            ("1", "1"),
-        ]:
-            ui.app.post_message(events.Key(key, character or None))
+        for key in [*4 * ["backspace"], "3", "4", "left", "1"]:
+            ui.app.post_message(events.Key(key, key if key.isdigit() else None))
         await ui.until(lambda: field.value == "314")
         await ui.press("tab", "tab")
         third = ui.app.focused
@@ -97,39 +99,14 @@ async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
         row = await ui.edit("data.split", "other")
-        note = row.query_one(".field-note", Static)
-        await ui.until(lambda: row.has_class("-changed") and "was" in str(note.content))
+        await ui.until(lambda: row.has_class("-changed") and "was" in note_of(row))
         await ui.type_text("train", replace=True)
         await ui.until(lambda: not row.has_class("-changed"))
-        assert not str(note.content), "as before: there is nothing to say of it"
+        assert not note_of(row), "as before: there is nothing to say of it"
         await ui.press("escape")
-        boxes = set(re.findall("▐(.)▌ +(yes|no)", ui.text()))
         ui.find("#field-data-packing", FieldRow).focus_control()
         await ui.press("space")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
-        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
-
-
-async def test_edits_survive_screens_and_become_a_preset(runs_dir: Path, tmp_path: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        await ui.edit("train.learning_rate", "2e-4")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
-        await ui.press("escape", "5", "2")
-        assert "1 change" in ui.shown("#form-title")
-        await ui.press("equals_sign")
-        assert "train.learning_rate" in ui.text()
-        await ui.press("escape", "ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("my-tiny", replace=True)
-        await ui.press("enter")
-        saved = tmp_path / "config" / "so-tui" / "presets" / "my-tiny.toml"
-        await ui.until(saved.exists)
-        assert "learning_rate = 0.0002" in saved.read_text()
-        assert 'extends = "tiny"' in saved.read_text()
-        await ui.until(lambda: "preset my-tiny, no changes" in ui.shown("#form-title"))
-        await ui.press("q")
-        await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
+        await ui.until(titled(ui, "1 change"))
 
 
 async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) -> None:
@@ -138,35 +115,38 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         table.move_cursor(row=table.get_row_index("phi-4"), column=0)
         await ui.press("enter")
         await ui.until(titled(ui, "preset phi-4, no changes"))
-        assert "recommended for this machine: " in ui.shown("#form-title")
+        assert titled(ui, "recommended for this machine: ")()
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
-        assert "★ preset: 0.9" in str(row.query_one(".field-note", Static).content)
+        assert "★ preset: 0.9" in note_of(row)
         assert not row.has_class("-changed")
         await ui.edit("offload.ratio", "0.55")
         await ui.until(titled(ui, "1 change"))
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
-        await ui.until(lambda: "was" not in str(row.query_one(".field-note", Static).content))
+        await ui.until(lambda: "was" not in note_of(row))
         await ui.press("u", "y")
-        await ui.until(lambda: "recommended" not in ui.shown("#form-title"))
+        await ui.until(lambda: not titled(ui, "recommended")())
         assert row.query_one(Input).value == "0.9"
         await ui.press("q")
         await ui.until(lambda: not ui.app.is_running)
 
 
-def said(ui: Driver, text: str) -> Callable[[], bool]:
-    return lambda: text in ui.shown("#said")
+async def save_as(ui: Driver, name: str) -> None:
+    """Press ^s unless it is asked already, and enter a name."""
+    if not ui.screen.query("#said"):
+        await ui.press("ctrl+s")
+        await ui.until(lambda: ui.screen.query("#said"))
+    await ui.type_text(name, replace=True)
+    await ui.press("enter")
 
 
-def titled(ui: Driver, text: str) -> Callable[[], bool]:
-    return lambda: text in ui.shown("#form-title")
-
-
-async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Path) -> None:
+async def test_edits_survive_screens_and_overwrite_no_preset_unasked(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
-    taken = folder / "taken.toml"
+    taken, new = folder / "taken.toml", folder / "my-tiny.toml"
     before = 'name = "taken"\nextends = "tiny"\n'
     taken.write_text(before)
     async with opened(runs_dir) as ui:
@@ -178,28 +158,38 @@ async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Pat
             await ui.until(titled(ui, f"preset {preset}, no changes"))
             await ui.edit("train.learning_rate", rate)
             await ui.until(titled(ui, "1 change"))
-        await ui.press("ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.press("escape", "5", "2")
+        assert titled(ui, "1 change")()
+        await ui.press("equals_sign")
+        assert "train.learning_rate" in ui.text()
+        await ui.press("escape")
         for name, answer in (("tiny", "is a built-in preset"), ("my_ x", "is not a valid name")):
-            await ui.type_text(name, replace=True)
-            await ui.press("enter")
-            await ui.until(said(ui, answer))
+            await save_as(ui, name)
+            await ui.until(lambda: answer in ui.shown("#said"))  # noqa: B023 - called at once
             assert ui.find("Input", Input).value == name, "what was typed stays"
-        await ui.type_text("taken", replace=True)
-        await ui.press("enter")
+        await save_as(ui, "taken")
         await ui.until(lambda: "Replace your preset taken?" in ui.text())
         await ui.press("enter")  # the default keeps what is there
         await ui.until(lambda: ui.screen is form)
-        assert "1 change" in ui.shown("#form-title")
-        assert taken.read_text() == before
-        assert not (folder / "tiny.toml").exists()
-        await ui.press("ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("taken", replace=True)
-        await ui.press("enter", "y")
+        assert titled(ui, "1 change")()
+        assert (taken.read_text(), [*folder.iterdir()]) == (before, [taken])
+        await save_as(ui, "taken")
+        await ui.press("y")
         await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
         # What was typed over it before is gone as well.
         await ui.until(titled(ui, "preset taken, no changes"))
+        form.edit("tiny")
+        await ui.until(titled(ui, "preset tiny, no changes"))
+        await ui.edit("train.learning_rate", "3e-4")
+        await ui.press("escape")
+        await save_as(ui, "my-tiny")
+        await ui.until(new.exists)
+        assert all(
+            line in new.read_text() for line in ("learning_rate = 0.0003", 'extends = "tiny"')
+        )
+        await ui.until(titled(ui, "preset my-tiny, no changes"))
+        await ui.press("q")
+        await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
 
 
 async def test_the_plan_follows_the_width_and_its_command_is_copied(

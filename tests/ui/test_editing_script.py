@@ -75,11 +75,12 @@ async def test_an_edited_script_is_submitted_and_kept_if_refused(
         await ui.until(lambda: len(submitted) == 2 and ui.app.opened)
         assert ui.app.opened is not None
         run = RunDirectory(ui.app.opened.path)
-    assert submitted[0].endswith("# first\n")
-    assert submitted[1].endswith("# first\n# second\n")
-    assert f"#SBATCH --job-name={run.name}\n" in submitted[1]
-    assert f"so_tui_run={shlex.quote(str(run.path))}\n" in submitted[1]
-    assert run.job_script_path(1).read_text() == submitted[1]
+    first, second = submitted
+    assert first.endswith("# first\n")
+    assert second.endswith("# first\n# second\n")
+    for own in (f"#SBATCH --job-name={run.name}", f"so_tui_run={shlex.quote(str(run.path))}"):
+        assert f"{own}\n" in second
+    assert run.job_script_path(1).read_text() == second
     assert kept_scripts() == []
 
 
@@ -88,6 +89,10 @@ async def test_a_changed_script_outlives_a_no_and_an_editor_that_fails(
 ) -> None:
     async with opened(runs_dir) as ui:
         asked = await question(ui, launch)
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadlessDriver, "can_suspend", False)
+            await ui.press("e")
+        assert any("run --edit" in note for note in ui.notes()), "what to do in such a terminal"
         monkeypatch.setenv("EDITOR", "true")
         await ui.press("e")
         assert asked.draft is None, "nothing was changed"
@@ -103,14 +108,3 @@ async def test_a_changed_script_outlives_a_no_and_an_editor_that_fails(
         assert any(str(asked.draft.path) in note for note in ui.notes())
     assert kept_scripts() == [asked.draft.path]
     assert list(runs_dir.glob("*")) == []
-
-
-async def test_a_terminal_that_cannot_be_lent_names_the_command(
-    launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HeadlessDriver, "can_suspend", False)
-    async with opened(runs_dir) as ui:
-        asked = await question(ui, launch)
-        await ui.press("e")
-        assert any("run --edit" in note for note in ui.notes())
-        assert asked.draft is None

@@ -14,7 +14,6 @@ from textual.dom import DOMNode
 from textual.widget import Widget
 from textual.widgets import Input, Select, Static
 
-from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
 from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
 from so_tui.ui.configure.plan_pane import WhatIf, _figures
@@ -33,6 +32,14 @@ def focused_row(ui: Driver) -> str:
 
 def reached(ui: Driver, path: str) -> bool:
     return focused_row(ui) == path
+
+
+def row_of(ui: Driver, path: str) -> FieldRow:
+    return ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+
+
+def note_of(row: FieldRow) -> Static:
+    return row.query_one(".field-note", Static)
 
 
 class Boxes(App[None]):
@@ -58,7 +65,7 @@ async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Pa
         for path in paths:
             await ui.press("down")
             await ui.until(partial(reached, ui, path))
-            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+            row = row_of(ui, path)
             # A longer description takes rows from the fields, once it is laid out.
             await ui.until(
                 lambda: form.fields.region.contains_region(row.region)  # noqa: B023 - called at once
@@ -108,61 +115,49 @@ async def test_a_field_is_stepped_styled_found_and_described(
         with monkeypatch.context() as patched:
             patched.setattr(Stylesheet, "apply", noted)
             await ui.press("down")
-        rows = {
-            row.path
-            for node in styled
-            for row in node.ancestors_with_self
-            if isinstance(row, FieldRow)
-        }
+        nodes = {above for node in styled for above in node.ancestors_with_self}
+        rows = {row.path for row in nodes if isinstance(row, FieldRow)}
         assert rows == {left, focused_row(ui)}, "and not the whole form"
         assert form.styles.border_top == in_form
         await ui.press("escape")
         assert form.styles.border_top != in_form, "a panel without the focus looks so"
         await ui.until(lambda: "fits" in ui.shown("#verdict"))
-        row = ui.find("#field-offload-cpu_adam_cores_fraction", FieldRow)
-        note = row.query_one(".field-note", Static)
+        row = row_of(ui, "offload.cpu_adam_cores_fraction")
+        note = note_of(row)
         row.show_status(was=None, preset="0.9", problem="", note="Adam 64, main 8 on each")
         assert str(note.content) == "★ preset: 0.9"
         row.focus_control()
         await ui.until(lambda: str(note.content) == "★ preset: 0.9 · Adam 64, main 8 on each")
         await ui.press("escape")
         await ui.until(lambda: str(note.content) == "★ preset: 0.9")
-        page = ui.screen
-        assert isinstance(page, ConfigureScreen)
-        row = ui.find("#field-train-micro_batch", FieldRow)
+        row = row_of(ui, "train.micro_batch")
+        steppers = row.query(_Stepper)
         row.scroll_visible(animate=False)
         await ui.pilot.pause()
-        assert not any(stepper.region for stepper in row.query(_Stepper)), (
-            "only on the selected field"
-        )
+        assert not any(stepper.region for stepper in steppers), "only on the selected field"
         await ui.pilot.click(row.query_one(".field-name"))
-        await ui.until(
-            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(_Stepper))
-        )
+        await ui.until(lambda: row.has_focus_within and all(part.region for part in steppers))
         number = row.query_one(Input)
         before = int(number.value)
-        await clicked(ui, row, 1, 2)
-        assert int(number.value) == before * 4
-        await clicked(ui, row, 0)
+        for stepper in (1, 1, 0):  # more, more, less
+            await ui.pilot.click(steppers[stepper])
+        assert int(number.value) == before * 2
         await ui.press("shift+down")
         assert int(number.value) == before
         assert row.has_focus_within
         assert not ui.app.unsaved()
         number.value = "4,096"
-        await clicked(ui, row, 1)
+        await ui.pilot.click(steppers[1])
         assert number.value == "4,096", "the limit"
         for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
-            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            row.show_status(
-                was="a value of before",
-                problem="",
-                note="a note that is longer than what is left of the row beside it",
-            )
+            row = row_of(ui, path)
+            long = "a note that is longer than what is left of the row beside it"
+            row.show_status(was="a value of before", problem="", note=long)
             row.focus_control()
             await ui.until(partial(reached, ui, path))
-            note = row.query_one(".field-note", Static)
+            note = note_of(row)
             await ui.until(lambda: note.content_region.area >= len(str(note.render())))  # noqa: B023 - called at once
-            assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
+            assert form.fields.region.contains_region(row.region)
         await ui.press("escape", "u", "y")
         await ui.press("slash")
         await ui.type_text("learning rate")
@@ -189,79 +184,50 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
     write_run(runs_dir, steps=5, seconds_of_samples=1, state="finished")
     async with opened(runs_dir, (80, 24)) as ui:
         await ui.presets()
-        for key, page, rows in (
-            ("1", "presets", "#table"),
-            ("2", "configure", "#form"),
-            ("4", "runs", "#table"),
-        ):
+        for key, selector in (("1", "#table"), ("2", "#form"), ("4", "#table")):
             await ui.press(key)
-            await ui.until(
-                lambda page=page, rows=rows: (  # type: ignore[misc]
-                    ui.app.current_mode == page and ui.find(rows, Widget).region.width > 0
-                )
-            )
-            before = ui.find(rows, Widget).region
+            await ui.until(lambda: ui.screen.query(selector))  # noqa: B023 - called at once
+            rows = ui.find(selector, Widget)
+            await ui.until(lambda: rows.region.width > 0)  # noqa: B023 - called at once
+            before = rows.region
             await ui.press("slash")
             await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
-            await ui.until(lambda: ui.find(rows, Widget).region != before)  # noqa: B023 - called at once
-            after = ui.find(rows, Widget).region
+            await ui.until(lambda: rows.region != before)  # noqa: B023 - called at once
+            after = rows.region
             assert (after.x, after.width) == (before.x, before.width)
             assert after.y - before.y <= 1, "nothing is blank above it where rows are few"
             await ui.press("escape")
 
 
-async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:
-    """Click the steppers of the selected row: the first takes less, the second more."""
-    for _ in range(times):
-        await ui.pilot.click(list(row.query(_Stepper))[at])
-
-
 def test_a_description_writes_numbers_as_the_row_does() -> None:
-    numbers = {
-        path: FieldRow(info, path, "").about
-        for path, info in field_index().items()
-        if not info.choices
-    }
+    fields = [(path, info) for path, info in field_index().items() if not info.choices]
+    numbers = {path: FieldRow(info, path, "").about for path, info in fields}
     assert numbers["train.micro_batch"].endswith("from 1 to 4,096 sequences.")
     assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
 
 
-def test_strips_say_what_other_values_cost(quad: Machine) -> None:
+def test_strips_say_what_other_values_cost() -> None:
+    quad = quad_machine()
     plan = plan_for(quad, "qwen3-14b", 4, 100)
     strips = strips_for(plan, quad)
     assert strips is not None
     ratio, cores = strips
     assert (ratio.path, ratio.present, cores.path) == (RATIO, plan.ratio, CORES)
     assert ratio.choices[ratio.at].plan.step_s == pytest.approx(plan.step_s)
-    assert [choice.value for choice in ratio.choices] == sorted(
-        choice.value for choice in ratio.choices
-    )
+    values = [choice.value for choice in ratio.choices]
+    assert values == sorted(values)
     # With nothing offloaded, the plan saves memory elsewhere to make it fit.
     gpu = [choice.plan.gpu_bytes or 0 for choice in ratio.choices[1:]]
     assert gpu == sorted(gpu, reverse=True), "more offloaded, less on the GPU"
-    assert ratio.stepped(1) == 0.2
-    assert ratio.stepped(-1) == 0.1
+    assert (ratio.stepped(1), ratio.stepped(-1)) == (0.2, 0.1)
     assert Strip(RATIO, ratio.choices, 1.0).stepped(1) is None
     assert strips_for(plan, quad, lambda: True) is None
     assert "host" in _figures(ratio.choices[ratio.at], 80).plain
     assert _figures(ratio.choices[ratio.at], 46).cell_length <= 46
 
 
-@pytest.fixture
-def quad() -> Machine:
-    return quad_machine()
-
-
 def test_problems_are_sentences() -> None:
-    clause = Problem(
-        code="range", field="gpus", value="9", message="is out of range", remedy="Give 1 to 4."
-    )
-    whole = Problem(
-        code="none",
-        field="train.steps",
-        value="",
-        message="the run has no length",
-        remedy="Give one.",
-    )
+    clause = Problem("range", "gpus", "9", "is out of range", "Give 1 to 4.")
+    whole = Problem("none", "train.steps", "", "the run has no length", "Give one.")
     assert problem_text(clause) == "GPUs 9 is out of range. Give 1 to 4."
     assert problem_text(whole) == "steps: the run has no length. Give one."

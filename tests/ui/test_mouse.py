@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from textual import events
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Button, Input, OptionList, Static, Tooltip
+from textual.widgets import Button, Input, OptionList, Tooltip
 
 from so_tui import ui as package
-from so_tui.machine.known import machine_of
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
@@ -28,29 +27,21 @@ from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
 from so_tui.ui.dashboard.panels import LogPanel
 from so_tui.ui.data_preview import DataPreviewScreen
-from so_tui.ui.dialogs import (
-    AskText,
-    KeysHelp,
-    Notice,
-    Question,
-    SettingsDialog,
-)
-from so_tui.ui.machine.host import HostPanel
+from so_tui.ui.dialogs import AskText, KeysHelp, Notice, Question, SettingsDialog
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
 from so_tui.ui.textual_fixes import Entry
 from tests.support.make_run import write_run
 from tests.support.records import append_records
-from tests.support.screen import Driver, opened
+from tests.support.screen import opened, rows_of
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
+CHOICES = [(str(number), "") for number in range(50)]
 MANY_LINES = "\n".join(map(str, range(200)))
 DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]] = {
     AnswersScreen: AnswersScreen,
-    AskText: lambda _: AskText(
-        "Ask", "hint", Entry(), yes="Yes", read=str, choices=[(str(n), "") for n in range(50)]
-    ),
+    AskText: lambda _: AskText("Ask", "hint", Entry(), yes="Yes", read=str, choices=CHOICES),
     ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
     ChooseRuns: lambda _: ChooseRuns((), ()),
     KeysHelp: lambda _: KeysHelp("Keys", MANY_LINES, []),
@@ -68,29 +59,19 @@ ELSEWHERE = {DataPreviewScreen}
 """Starts a process; it is closed by mouse in test_data_preview_screen.py."""
 
 
-def dialog_classes() -> set[type[ModalScreen[Any]]]:
-    """Return every dialog that can be opened: no other builds on it, but for a Question."""
+def test_no_dialog_is_forgotten() -> None:
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    found: set[type[ModalScreen[Any]]] = set()
     waiting: list[type[ModalScreen[Any]]] = [*ModalScreen.__subclasses__()]
-    while waiting:
-        kind = waiting.pop()
+    for kind in waiting:
         waiting += kind.__subclasses__()
         if kind.__module__.startswith(package.__name__) and "compose" in vars(kind):
-            found.add(kind)
-    return found
-
-
-def test_no_dialog_is_forgotten() -> None:
-    assert dialog_classes() <= DIALOGS.keys() | ELSEWHERE
+            assert kind in DIALOGS.keys() | ELSEWHERE
 
 
 def closing(screen: Screen[Any]) -> list[Button]:
     """Return the buttons that are named after the key that leaves a dialog."""
-    return [
-        button for button in screen.query(Button) if str(button.label).endswith(("  esc", "  n"))
-    ]
+    return [found for found in screen.query(Button) if str(found.label).endswith(("  esc", "  n"))]
 
 
 async def test_a_click_closes_every_dialog(runs_dir: Path) -> None:
@@ -109,33 +90,6 @@ async def test_a_click_closes_every_dialog(runs_dir: Path) -> None:
             await ui.until(lambda: ui.screen is below)
 
 
-async def test_esc_clears_a_filter_and_arrows_change_a_setting(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        table = await ui.presets()
-        rows = table.row_count
-        await ui.press("slash", "q", "w")
-        await ui.until(lambda: 0 < table.row_count < rows)
-        assert "esc Clear" in ui.key_line
-        await ui.press("escape")
-        await ui.until(lambda: table.row_count == rows)
-        before = ui.app.theme
-        await ui.press("comma")
-        await ui.until(lambda: ui.screen.query(".settings"))
-        options = ui.screen.query_one(".settings")
-
-        async def click(sign: str) -> None:
-            row = options.render_line(0).text
-            await ui.pilot.click(options, offset=(row.index(sign), 0))
-
-        await click("▸")
-        forward = ui.app.theme
-        assert forward != before
-        await click("◂")
-        assert ui.app.theme == before
-        await click("◂")
-        assert ui.app.theme not in (before, forward)
-
-
 async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
     async with opened(runs_dir, (120, 50)) as ui:
         await ui.presets()
@@ -149,9 +103,10 @@ async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
         await ui.until(lambda: ui.find("#field-offload-ratio Input", Input).value == "0.9")
         await ui.pilot._post_mouse_events([events.MouseScrollDown], panel, offset=(cell, 1))
         assert 0.8 <= panel.strips[0].present < 0.9
+        left = (row.index("0.00") + 5, 1)
         await ui.pilot.mouse_down(panel, offset=(cell, 1))
-        await ui.pilot.hover(panel, offset=(row.index("0.00") + 5, 1))
-        await ui.pilot.mouse_up(panel, offset=(row.index("0.00") + 5, 1))
+        await ui.pilot.hover(panel, offset=left)
+        await ui.pilot.mouse_up(panel, offset=left)
         assert panel.strips[0].present == 0.0
 
 
@@ -160,62 +115,39 @@ async def test_a_click_on_a_heading_sorts_and_marks_it(runs_dir: Path) -> None:
         run = write_run(
             runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name
         )
-    append_records(
-        run, EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000)
-    )
+    evaluated = EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000)
+    append_records(run, evaluated)
     compact = Settings(screen=ScreenSettings(layout="compact"))
     async with opened(runs_dir, (200, 50), settings=compact) as ui:
         await ui.press("4")
         table = ui.find("#table", RunTable)
-        await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"])
+
+        def heading() -> str:
+            return table.render_line(0).text
+
+        async def click(name: str) -> None:
+            at = heading().index(name) + table.gutter.left
+            await ui.pilot.click(table, offset=(at, table.gutter.top))
+
+        def listed() -> str:
+            return "".join(Path(str(key.value)).name for key in table.rows)
+
+        await ui.until(lambda: listed() == "bac")
         assert "age ▴" in ui.text()
-        await ui.pilot.click(
-            table,
-            offset=(table.render_line(0).text.index("name") + table.gutter.left, table.gutter.top),
-        )
-        await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["a", "b", "c"])
+        await click("name")
+        await ui.until(lambda: listed() == "abc")
         assert "name ▴" in ui.text()
         assert "age ▴" not in ui.text()
         await ui.press("S")
         await ui.until(lambda: "model ▴" in ui.text())
-        await ui.pilot.click(
-            table,
-            offset=(table.render_line(0).text.index("step") + table.gutter.left, table.gutter.top),
-        )
+        await click("step")
         await ui.until(lambda: "step ▾" in ui.text())
-        assert [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"], (
-            "the furthest first"
-        )
-        await ui.until(lambda: "evaluation loss" in table.render_line(0).text)
-        headings = (
-            "state,name,model,step,mean loss,evaluation loss,tokens/s,MFU,GPU memory,age,host"
-        )
-        for heading in headings.split(","):
-            at = table.render_line(0).text.index(f"{heading} ") + table.gutter.left
-            await ui.pilot.click(table, offset=(at, table.gutter.top))
-            await ui.until(lambda: re.search(rf"\b{heading} [▴▾]", table.render_line(0).text))  # noqa: B023 - called before the next one
-
-
-def refused(ui: Driver) -> bool:
-    return any(
-        "Runs start on this machine only" in str(line.content) for line in ui.screen.query(Static)
-    )
-
-
-async def test_nothing_starts_while_another_machine_is_planned_for(runs_dir: Path) -> None:
-    async with opened(runs_dir, machine=machine_of("gh200-480"), machine_file="gh200-480") as ui:
-        await ui.presets()
-        await ui.press("end", "f5")
-        await ui.until(lambda: refused(ui))
-        await ui.press("escape", "enter")
-        await ui.until(lambda: ui.app.current_mode == "configure" and ui.shown("#verdict"))
-        await ui.press("f5")
-        await ui.until(lambda: refused(ui))
-        assert not ui.screen.query("#offer")
-        await ui.press("escape", "5")
-        await ui.until(lambda: "software: not known of a described machine" in ui.text())
-        assert "absent" not in ui.text()
-        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
+        assert listed() == "bac", "the furthest first"
+        await ui.until(lambda: "evaluation loss" in heading())
+        names = "state,name,model,step,mean loss,evaluation loss,tokens/s,MFU,GPU memory,age,host"
+        for name in names.split(","):
+            await click(f"{name} ")
+            await ui.until(lambda: re.search(rf"\b{name} [▴▾]", heading()))  # noqa: B023 - called at once
 
 
 async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) -> None:
@@ -257,12 +189,11 @@ async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
         panel = ui.find("ChartPanel", ChartPanel)
 
         def lower() -> str:
-            return panel.charts[-1].render_line(panel.charts[-1].size.height - 1).text
+            return rows_of(panel.charts[-1])[-1]
 
         await ui.until(lambda: "page 1 of 3 ▸" in lower())
-        await ui.pilot.click(
-            panel.charts[-1], offset=(lower().index("page 1") + 2, panel.charts[-1].size.height - 1)
-        )
+        at = (lower().index("page 1") + 2, panel.charts[-1].size.height - 1)
+        await ui.pilot.click(panel.charts[-1], offset=at)
         await ui.until(lambda: panel.page.number == 1)
         ui.app.open_run(other)
         await ui.until(lambda: panel.page.number == 0)

@@ -46,27 +46,20 @@ def losses_of(run: RunDirectory) -> list[float]:
     return [record.loss for record in of_kind(run, StepRecord)]
 
 
-def end(user: Terminal) -> None:
-    """End what a walk that failed leaves behind: the terminal, and the processes of runs."""
-    user.close()
-    for run in runs_of(user):
-        state = read_state(run)
-        for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
-            if alive(process):
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-
-
 @contextmanager
 def first_start(user: NewUser) -> Iterator[NewUser]:
     """Open so-tui for somebody who has never run it, until the test is over."""
     assert not any(user.home.iterdir())
-    assert not runs_of(user)
     try:
         user.run(*SO_TUI)
         yield user
-    finally:
-        end(user)
+    finally:  # what a walk that failed leaves behind
+        user.close()
+        for state in map(read_state, runs_of(user)):
+            for process in filter(None, (state.supervisor, *state.processes)):
+                if alive(process):
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
 
 
 def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
@@ -76,23 +69,14 @@ def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
     assert run.name == shown[1]
     assert 1 <= int(shown[2]) <= len(losses_of(run))
     user.matched(r"loss[ ─]+now \d+\.\d+")
-
     user.matched(rf"✓ finished +step {steps} / {steps}\b")
     losses = losses_of(run)
     assert len(losses) == steps, log(run)
-    assert float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1]) == pytest.approx(
-        losses[-1], abs=0.006
-    )
-
-    state = read_state(run)
-    assert (state.state, state.step, state.saved_step, state.total_steps) == (
-        "finished",
-        steps,
-        steps,
-        steps,
-    )
-    spec = read_spec(run)
-    assert (spec.name, spec.train.steps, spec.model.weights) == ("tiny", steps, "random")
+    last = float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1])
+    assert last == pytest.approx(losses[-1], abs=0.006)
+    state, spec = read_state(run), read_spec(run)
+    assert (state.state, spec.name, spec.model.weights) == ("finished", "tiny", "random")
+    assert {state.step, state.saved_step, state.total_steps, spec.train.steps} == {steps}
     return run
 
 
@@ -104,10 +88,8 @@ def check_export(user: Terminal, run: RunDirectory) -> None:
     config = AutoConfig.from_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (config.vocab_size, config.hidden_size)
-    assert (
-        len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
-        == config.num_hidden_layers
-    )
+    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers.")}
+    assert len(layers) == config.num_hidden_layers
     assert all(torch.isfinite(weight).all() and weight.any() for weight in weights.values())
 
 
@@ -131,8 +113,7 @@ def test_by_keyboard_alone(tmp_path: Path) -> None:
         check_export(user, run)
         user.press("q", named="q Quit")
         user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
-        user.until(lambda _: user.exit_status() is not None, "the end of so-tui")
-        assert user.exit_status() == 0
+        user.ended()
 
 
 def test_by_mouse_alone(tmp_path: Path) -> None:
@@ -155,5 +136,4 @@ def test_by_mouse_alone(tmp_path: Path) -> None:
         check_export(user, run)
         user.click("q Quit")
         user.click("Quit  y")  # the number of steps was not saved as a preset
-        user.until(lambda _: user.exit_status() is not None, "the end of so-tui")
-        assert user.exit_status() == 0
+        user.ended()
