@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable
-from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from so_tui.machine.types import Machine
@@ -23,9 +22,8 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.errors import reject
-from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import beneath, console
-from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
+from so_tui.trust.text import brief_message, printable_line, printable_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -126,36 +124,6 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     from so_tui.launch.places import machine_of
 
     return chosen_machine(arguments) if arguments.machine else machine_of(spec.slurm)
-
-
-def note_place(machine: Machine, slurm: SlurmSpec, *, named: bool) -> None:
-    """Say from what the machine of a partition is known, unless the user has named it (``named``),
-    and which site profiles could not be used.
-    """
-    from so_tui.launch.places import left_out_profiles, source_of
-
-    for problem in left_out_profiles(slurm):
-        print_note(f"Left out: {problem}")
-    partition = slurm.partition
-    if not partition or named:
-        return
-    seen, profile = source_of(slurm)
-    nodes = f"The nodes of partition {partition}"
-    if seen is not None:
-        print_note(
-            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
-        )
-    elif profile:
-        print_note(
-            f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
-            "job records what they are.",
-        )
-    else:
-        measure = so_tui_command("run", "tiny", "--partition", partition)
-        print_note(
-            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
-            "in a minute.",
-        )
 
 
 def usable_terminal() -> bool:

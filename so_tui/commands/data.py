@@ -35,16 +35,15 @@ def convert(arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper import call_tool
     from so_tui.launch.helper_jobs import from_deepspeed
 
-    def tell(message: str) -> None:
-        print_note(message)
-
     if arguments.to:
         run = find_run(arguments.source, arguments.runs_dir)
         writable(Path(arguments.to), "--to")
-        call_tool("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, tell)
+        call_tool("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, print_note)
         print(printable_line(f"wrote {arguments.to}"))
         return 0
-    made = from_deepspeed(Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, tell)
+    made = from_deepspeed(
+        Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, print_note
+    )
     print(
         printable_line(f"made {made.name}; continue with `{so_tui_command('resume', made.name)}`")
     )

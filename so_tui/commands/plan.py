@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from datetime import date
 
 from so_tui.commands.common import (
     chosen_changes,
@@ -10,7 +11,6 @@ from so_tui.commands.common import (
     chosen_spec,
     given_gpus,
     machine_for,
-    note_place,
     note_problems,
     print_json,
     print_note,
@@ -56,7 +56,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([chosen]))
     else:
-        note_place(machine, spec.slurm, named=bool(arguments.machine))
+        _note_place(arguments, machine, spec.slurm)
         print_rich(render_plan(chosen, machine))
         if chosen.recommended:
             # On one line, so that it can be copied.
@@ -93,12 +93,42 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        note_place(machine, slurm, named=bool(arguments.machine))
+        _note_place(arguments, machine, slurm)
         print_rich(render_table(rows, machine, console().width))
         for text in left_out:
             print_note(text)
         note_problems(catalog.problems)
     return 0
+
+
+def _note_place(arguments: argparse.Namespace, machine: Machine, slurm: SlurmSpec) -> None:
+    """Say from what the machine of a partition is known, unless the user has named it, and
+    which site profiles could not be used.
+    """
+    from so_tui.launch.places import left_out_profiles, source_of
+
+    for problem in left_out_profiles(slurm):
+        print_note(f"Left out: {problem}")
+    partition = slurm.partition
+    if not partition or arguments.machine:
+        return
+    seen, profile = source_of(slurm)
+    nodes = f"The nodes of partition {partition}"
+    if seen is not None:
+        print_note(
+            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
+        )
+    elif profile:
+        print_note(
+            f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
+            "job records what they are.",
+        )
+    else:
+        measure = so_tui_command("run", "tiny", "--partition", partition)
+        print_note(
+            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
+            "in a minute.",
+        )
 
 
 def _note_other_number(
