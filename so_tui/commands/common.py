@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ _SHORT_OPTIONS = {
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
-def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
+def chosen_spec(arguments: Namespace) -> RunSpec:
     """Return the named preset or file with ``--set`` and ``--gpus`` applied. Raises InputError."""
     changes = chosen_changes(arguments)
     preset = find_preset(arguments.preset)
@@ -48,7 +48,7 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
     return with_values(preset.spec, changes) if changes else preset.spec
 
 
-def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
+def chosen_changes(arguments: Namespace) -> dict[str, str]:
     """Return the dotted keys and values of ``--set``, ``--gpus``, ``--nodes`` and the options of
     Slurm.
 
@@ -106,7 +106,7 @@ def given_gpus(text: str) -> int | list[int]:
     return given
 
 
-def chosen_machine(arguments: argparse.Namespace) -> Machine:
+def chosen_machine(arguments: Namespace) -> Machine:
     """Return the machine of ``--machine NAME|FILE``, or this one."""
     if arguments.machine:
         from so_tui.machine.known import machine_of
@@ -117,7 +117,7 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
     return inspect_machine()
 
 
-def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
+def machine_for(spec: RunSpec, arguments: Namespace) -> Machine:
     """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the
     spec runs.
     """

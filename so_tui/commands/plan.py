@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from datetime import date
 
 from so_tui.commands.common import (
@@ -26,7 +26,7 @@ from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def plan(arguments: Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
     if arguments.probe and (arguments.machine or not arguments.preset):
         raise reject(
@@ -41,7 +41,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return _plan_one(arguments) if arguments.preset else _plan_table(arguments)
 
 
-def _plan_one(arguments: argparse.Namespace) -> int:
+def _plan_one(arguments: Namespace) -> int:
     """Print the plan of a preset, or probe it."""
     from so_tui.plan.planner import best_number_of_gpus, make_plan, recommend
     from so_tui.plan.show import command_of, plans_json, render_plan, settings_of
@@ -77,7 +77,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     return 0 if chosen.fits else 3
 
 
-def _plan_table(arguments: argparse.Namespace) -> int:
+def _plan_table(arguments: Namespace) -> int:
     """Print the table of models and GPU counts."""
     from so_tui.launch.places import machine_of
     from so_tui.plan.planner import plan_table, unplannable
@@ -101,7 +101,7 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _note_place(arguments: argparse.Namespace, machine: Machine, slurm: SlurmSpec) -> None:
+def _note_place(arguments: Namespace, machine: Machine, slurm: SlurmSpec) -> None:
     """Say from what the machine of a partition is known, unless the user has named it, and
     which site profiles could not be used.
     """
@@ -132,7 +132,7 @@ def _note_place(arguments: argparse.Namespace, machine: Machine, slurm: SlurmSpe
 
 
 def _note_other_number(
-    arguments: argparse.Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
+    arguments: Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
 ) -> None:
     """Say which number of GPUs the table recommends, where that is not the preset's."""
     if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
@@ -149,7 +149,7 @@ def _note_other_number(
     )
 
 
-def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
+def _counts(arguments: Namespace) -> tuple[int, ...]:
     """Return the GPU counts of the table; empty for those of the machine.
 
     Raises:
@@ -186,7 +186,7 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     return (count,)
 
 
-def _nodes(arguments: argparse.Namespace) -> int:
+def _nodes(arguments: Namespace) -> int:
     """Return the hosts of the table. Raises InputError with the problems of the key ``nodes``."""
     nodes = (
         parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
@@ -196,7 +196,7 @@ def _nodes(arguments: argparse.Namespace) -> int:
     return int(nodes)
 
 
-def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:
+def _probe(arguments: Namespace, chosen: Plan, machine: Machine) -> int:
     """Train a few steps of the plan, store the difference from the prediction, and print it with
     the corrected plan.
     """

@@ -121,10 +121,7 @@ class TopLine(CachedLinesMixin):
             if app.machine_file:
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
-            for fact in [
-                *_machine_facts(app.machine),
-                *([app.doctor_line] if app.doctor_line else []),
-            ]:
+            for fact in filter(None, [*_machine_facts(app.machine), app.doctor_line]):
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
                 left += faint(gap + fact)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -18,8 +17,6 @@ from so_tui.cli import main
 from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
-from so_tui.plan.measured import Rates, calibration_of, speed_of, store
-from so_tui.plan.rates import AttentionRate
 from so_tui.spec import SoTuiError
 from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate
@@ -113,7 +110,7 @@ def test_ranks_are_measured_on_their_cores() -> None:
     assert [gpu["rank_cpus"] for gpu in _request_of(nowhere)["gpus"]] == [[], []]
 
 
-def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
+def test_attention_is_measured_within_documents() -> None:
     """The kernels are plain ones, since those of the backends need a GPU."""
     calls = []
 
@@ -129,14 +126,6 @@ def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
     longest, forward, backward = found[-1]
     assert (longest, forward) == (65, 4.0 * 32 * 128 * 65 * 65 / 2 / 0.5)
     assert backward == 2.5 * forward
-    machine = x86("NVIDIA H200")
-    attention = [("torch-flash", [(1024, 1e14, 5e13)])]
-    measured = {"measured": "now", "seconds": 1.0, "attention": attention}
-    store(machine, rates=msgspec.convert(measured, Rates))
-    speed = speed_of(machine, "NVIDIA H200", calibration_of(machine))
-    assert speed is not None
-    assert speed.attention_at("torch-flash", 1024.0) == AttentionRate(1024, 1e14, 5e13)
-    assert speed.attention_at("flash-attn-4", 1024.0).forward == pytest.approx(0.517 * 687e12)
 
 
 @pytest.mark.slow

@@ -123,10 +123,7 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS = (
-        *NumaPanel.KEYS,
-        *PAGE_KEYS,
-    )
+    KEYS = (*NumaPanel.KEYS, *PAGE_KEYS)
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     numa = getters.query_one(NumaPanel)
