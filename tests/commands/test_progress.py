@@ -1,4 +1,6 @@
-"""Following a run without a screen, and the effect of signals to the follower."""
+"""Following a run without a screen, signals to the follower, and stopping and resuming a run whose
+host cannot be asked.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from so_tui.commands import follow
-from so_tui.runs import RunDirectory, RunReader, create_run, read_state, state, write_state
-from so_tui.runs.records import CheckpointRecord, RunState
+from so_tui.launch import lifecycle
+from so_tui.runs import RunDirectory, RunReader, create_run, read_state, state
+from so_tui.runs.lock import ended_state
+from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import find_preset
 from so_tui.units import duration
+from tests.support.commands import Call, problems_of
 from tests.support.records import append_records, change_state, step_record
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -31,12 +35,10 @@ FOLLOW = (
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> RunDirectory:
+def elsewhere() -> RunDirectory:
     """A run that trains on another host: it does not count as lost here."""
-    run = create_run(find_preset("tiny").spec, tmp_path / "runs")
-    begun = read_state(run).started
-    there = RunState(name=run.name, state="training", host="another", started=begun, attempt=1)
-    write_state(run, there)
+    run = create_run(find_preset("tiny").spec)
+    change_state(run, state="training", attempt=1, host="another", boot_id="another")
     return run
 
 
@@ -129,3 +131,25 @@ def test_unreadable_run_is_not_followed(
     monkeypatch.setattr(RunReader, "poll", closed)
     with pytest.raises(PermissionError):
         follow.follow(elsewhere, owner=False)
+
+
+def test_stop_waits_and_says_it_cannot_know(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lifecycle, "_AFTER_KILL_S", 0.5)
+    told = [("run-may-be-live", "run", elsewhere.name)]
+    assert problems_of("stop", elsewhere.name, "--grace", "0") == told
+    assert "another" in capsys.readouterr().out
+    assert (elsewhere.control_dir / "stop").exists()
+    assert read_state(elsewhere).state == "training"
+    assert problems_of("resume", elsewhere.name, "--detach") == told
+
+
+@pytest.mark.parametrize(("options", "code"), [("", 1), ("--assume-dead", 0)])
+def test_run_is_lost_if_its_host_is_silent_or_the_user_says_so(
+    options: str, code: int, elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    if not options:
+        monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
+    assert call(f"stop {options}", elsewhere.name).code == code
+    assert read_state(elsewhere).state == ended_state(elsewhere).state == "lost"

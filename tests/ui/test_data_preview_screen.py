@@ -57,14 +57,10 @@ def done(screen: DataPreviewScreen) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
-async def test_data_is_shown_as_the_model_sees_it(runs_dir: Path, asked: list[int]) -> None:
-    """What a picture does not show: more rows, and the way out by mouse."""
+async def test_more_rows_are_read_and_it_is_left_by_mouse(runs_dir: Path, asked: list[int]) -> None:
     async with opened(runs_dir) as ui:
         screen = await look(ui)
         await ui.until(lambda: done(screen))
-        text = ui.text()
-        for part in ("355 are trained on", "do not see each other", "what is trained", "<|eos|>"):
-            assert part in text
         assert len(screen.query(".preview-row")) == FIRST_ROWS
         await ui.pilot.click("#more")
         await ui.until(lambda: len(asked) == 2 and done(screen))
