@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
 from so_tui.spec import field_index, find_preset
 from tests.support.hostile import IN_A_NAME
-from tests.support.shells import offered
+from tests.support.shells import install_command, offered
 from tools.words import FILE, words
 
 NOT_PLAIN = ("$(touch made)", "`touch made`", "a;touch made", "*", "-rf", "--runs-dir=x")
@@ -36,9 +35,15 @@ def cwd(tmp_path: Path) -> Path:
 @pytest.fixture(params=["bash", "zsh", "fish"])
 def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
     """Press TAB after lines in a shell, and return the words that it offers for each."""
-    if shutil.which(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return partial(offered, request.param, cwd.parent / request.param)
+    shell, home = request.param, cwd.parent / "home"
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    home.mkdir()
+    install_command(cwd.parent / "bin")
+    environment = {**os.environ, "HOME": str(home)}
+    environment["PATH"] = f"{cwd.parent / 'bin'}:{os.environ['PATH']}"
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return lambda *lines: [set(words) for words in offered(shell, lines, home, cwd, environment)]
 
 
 def test_commands_options_and_keys(offers: Offers) -> None:

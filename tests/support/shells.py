@@ -41,58 +41,68 @@ end
 """
 
 
-def offered(shell: str, home: Path, *lines: str) -> list[set[str]]:
+def install_command(folder: Path) -> None:
+    """Write a ``so-tui`` that runs this code."""
+    folder.mkdir()
+    command = folder / "so-tui"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m so_tui "$@"\n')
+    command.chmod(0o755)
+
+
+def offered(
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
+) -> list[list[str]]:
     """Return the words that a shell offers in place of the last one of each line, as it would
     insert them.
 
     Args:
         shell: bash, zsh or fish.
-        home: An empty folder for the shell's own files, beside the folder ``cwd`` where it works.
         lines: What is typed before the words are asked for.
+        folder: An empty folder for the shell's own files.
+        cwd: Where the shell works.
+        environment: Of the shell; its PATH has so-tui.
     """
-    home.mkdir()
-    command = home / "so-tui"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m so_tui "$@"\n')
-    command.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{home}:{os.environ['PATH']}",
-        "HOME": str(home),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
     if shell == "fish":
+        argv = ["fish", "--no-config", "-c", _FISH, *lines]
         done = subprocess.run(
-            ["fish", "--no-config", "-c", _FISH, *lines],
-            cwd=home.parent / "cwd",
-            env=environment,
+            argv,
+            cwd=cwd,
+            env={**environment},
             capture_output=True,
             text=True,
             errors="surrogateescape",
             check=True,
             timeout=60,
         )
-        return [set(line.split()) for line in done.stdout.splitlines()]
-    left = _command_lines(shell, lines, home, environment)
+        return [line.split() for line in done.stdout.splitlines()]
+    left = _command_lines(shell, lines, folder, cwd, environment)
     return [
-        {*after[len(before) - len(before.split(" ")[-1]) :].split()}
+        after[len(before) - len(before.split(" ")[-1]) :].split()
         for before, after in zip(lines, left, strict=True)
     ]
 
 
 def _command_lines(
-    shell: str, lines: Sequence[str], home: Path, environment: Mapping[str, str]
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
-    (home / "bashrc").write_text(_BASH)
-    (home / ".zshrc").write_text(_ZSH)
-    typed = home / "typed"
+    (folder / "bashrc").write_text(_BASH)
+    (folder / ".zshrc").write_text(_ZSH)
+    typed = folder / "typed"
     typed.touch()
-    options = {"bash": ["--rcfile", str(home / "bashrc")], "zsh": ["--no-globalrcs"]}[shell]
-    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(home)}
+    argv = (
+        ["bash", "--rcfile", str(folder / "bashrc"), "-i"]
+        if shell == "bash"
+        else ["zsh", "--no-globalrcs", "-i"]
+    )
     pid, terminal = pty.fork()
     if pid == 0:
-        os.chdir(home.parent / "cwd")
-        os.execvpe(shell, [shell, *options, "-i"], {**environment, **own})
+        os.chdir(cwd)
+        os.execvpe(
+            argv[0],
+            argv,
+            {**environment, "TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)},
+        )
     try:
         end, seen = time.monotonic() + 60, b""
         while _READY not in seen:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES
+from so_tui.machine.types import Software
 from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import SoTuiError, find_preset, load_catalog
@@ -103,7 +105,7 @@ async def test_bad_presets_and_such_that_do_not_fit_say_why(runs_dir: Path, tmp_
 
 async def test_nothing_starts_on_a_described_machine(runs_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "quad.json"
-    file.write_bytes(machine_json(quad_machine()))
+    file.write_bytes(machine_json(replace(quad_machine(), software=Software())))
     async with opened(runs_dir, this_machine=True, start=never) as ui:
         table = await ui.presets()
         here = len(table.columns)
