@@ -182,7 +182,8 @@ async def test_a_refused_launch_leads_back_and_is_started_anyway(runs_dir: Path)
     start = Starter(runs_dir, IN_USE)
     async with opened(runs_dir, start=start) as ui:
         await ui.configure()
-        await ui.press("l", "y")
+        await ui.pilot.click("#launch")
+        await ui.pilot.click("#yes")
         await ui.until(lambda: isinstance(ui.screen, Notice))
         assert "GPU 0 is used by another run" in ui.text()
         assert ui.app.current_mode == "configure"
