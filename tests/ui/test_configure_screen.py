@@ -18,11 +18,11 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Select, Static
 
 from so_tui.plan.plan import Launch
-from so_tui.spec import Problem, field_index, find_preset, with_values
+from so_tui.spec import find_preset, with_values
 from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
 from so_tui.ui.configure.plan_pane import WhatIf, _figures
 from so_tui.ui.configure.screen import ConfigureScreen, _changes_title
-from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, problem_text, strips_for
+from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, strips_for
 from so_tui.ui.widgets import FindField
 from tests.support.make_run import plan_for, quad_machine, write_run
 from tests.support.screen import Driver, opened
@@ -400,13 +400,6 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
             await ui.press("escape")
 
 
-def test_a_description_writes_numbers_as_the_row_does() -> None:
-    fields = [(path, info) for path, info in field_index().items() if not info.choices]
-    numbers = {path: FieldRow(info, path, "").about for path, info in fields}
-    assert numbers["train.micro_batch"].endswith("from 1 to 4,096 sequences.")
-    assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
-
-
 def test_strips_say_what_other_values_cost() -> None:
     quad = quad_machine()
     plan = plan_for(quad, "qwen3-14b", 4, 100)
@@ -425,13 +418,6 @@ def test_strips_say_what_other_values_cost() -> None:
     assert strips_for(plan, quad, lambda: True) is None
     assert "host" in _figures(ratio.choices[ratio.at], 80).plain
     assert _figures(ratio.choices[ratio.at], 46).cell_length <= 46
-
-
-def test_problems_are_sentences() -> None:
-    clause = Problem("range", "gpus", "9", "is out of range", "Give 1 to 4.")
-    whole = Problem("none", "train.steps", "", "the run has no length", "Give one.")
-    assert problem_text(clause) == "GPUs 9 is out of range. Give 1 to 4."
-    assert problem_text(whole) == "steps: the run has no length. Give one."
 
 
 # What counts as a change: what differs from what was opened or recommended.

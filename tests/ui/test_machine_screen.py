@@ -17,7 +17,6 @@ from textual.widgets import Static
 
 from so_tui.folders import validation_dir
 from so_tui.launch.supervisor.samples import HostProcess
-from so_tui.trust.decoding import read_json
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.machine import validation
@@ -154,19 +153,6 @@ def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
     text = "\n".join(line.plain for line in lines)
     assert all(reason in text for reason in ("took too long", "no time left", "not finite"))
     assert "\x1b" not in text
-
-
-@pytest.mark.parametrize("width", [74, 114])
-def test_parts_that_begin_alike_are_told_apart(width: int) -> None:
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
-    report = read_json(results / "validate-h200.json", reports.Report)
-    lines = [line.plain.split("  ")[0] for line in _report_lines(report, width)]
-    training, losses = (
-        next(at for at, line in enumerate(lines) if line.startswith(name))
-        for name in ("training", "losses")
-    )
-    assert len({*lines[training + 1 : losses - 1]}) == 12
-    assert len({*lines[losses + 1 :]}) == len(report.agreement)
 
 
 async def test_a_report_that_is_read_slowly_is_shown(
