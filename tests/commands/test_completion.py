@@ -19,15 +19,10 @@ from tests.support.hostile import IN_A_NAME
 from tests.support.shells import install_command, offered
 from tools.words import FILE, words
 
-NOT_PLAIN: tuple[str, ...] = (
-    "$(touch made)",
-    "`touch made`",
-    "a;touch made",
-    "*",
-    "-rf",
-    "--runs-dir=x",
+NOT_PLAIN = (
+    *("$(touch made)", "`touch made`", "a;touch made", "*", "-rf", "--runs-dir=x", "two words"),
+    *("it's", 'say "a"', "a&b", IN_A_NAME),
 )
-NOT_PLAIN += ("two words", "it's", 'say "a"', "a&b", IN_A_NAME)
 BUILT_IN = {path.stem for path in builtin_folder().glob("*.toml")}
 Offers = Callable[..., list[set[str]]]
 

@@ -20,9 +20,9 @@ COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
 
 
 def test_quiet_leaves_the_result_and_errors(tmp_path: Path, call: Call) -> None:
-    full = call("plan tiny").out
+    whole = call("plan tiny").out
     for line in ("plan tiny --quiet", "--quiet plan tiny"):
-        assert full.removeprefix(call(line).out).startswith("\nto run it: so-tui run tiny")
+        assert whole.removeprefix(call(line).out).startswith("\nto run it: so-tui run tiny")
     run = write_run(tmp_path, steps=3, state="failed")
     full, quiet = (call(f"watch {run.path} --plain {option}") for option in ("", "-q"))
     assert (full.code, quiet.code, "step 3/" in full.out) == (1, 1, True)

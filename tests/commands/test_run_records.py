@@ -159,13 +159,14 @@ def test_every_step_is_in_the_table_once(runs_dir: Path, tmp_path: Path, call: C
 def test_evaluations_are_in_the_row_of_their_step(
     runs_dir: Path, tmp_path: Path, suffix: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluated = [
-        EvaluationRecord(attempt=1, time=1.0, step=step, loss=3.0 - step / 8, tokens=7)
-        for step in (0, 2, 4)
-    ]
-    steps = [step_record(step) for step in range(1, 5)]
-    records = sorted([*steps, *evaluated], key=lambda record: record.step)
-    append_records(empty_run(runs_dir, "evaluated"), *records)
+    run = empty_run(runs_dir, "evaluated")
+    for step in range(5):
+        if step:
+            append_records(run, step_record(step))
+        if step in (0, 2, 4):
+            loss = 3.0 - step / 8
+            evaluation = EvaluationRecord(attempt=1, time=1.0, step=step, loss=loss, tokens=7)
+            append_records(run, evaluation)
     target = tmp_path / f"out{suffix}"
     columns = ([0, 1, 2, 3, 4], [None, 2.0, 2.0, 2.0, 2.0], [3.0, None, 2.75, None, 2.5])
     names = ("step", "loss", "evaluation_loss")
