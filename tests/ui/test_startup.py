@@ -1,4 +1,6 @@
-"""The first paint: what it costs above that of an empty application, and does not import."""
+"""The screen as a process: what the first paint costs above that of an empty application and does
+not import, and a terminal that vanishes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import math
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from so_tui.runs import create_run
 from so_tui.ui.app import PACKAGES
 from tests.support.launching import tiny
 from tests.support.python_path import ROOT
+from tests.support.waiting import LIMIT_S
 from tests.support.yardstick import seconds_of_plain_python, slowness
 
 SCRIPT = Path(__file__).with_name("first_paint.py")
@@ -27,19 +32,25 @@ BUDGET_S = 0.10
 """Process time above an empty application with as many tabs: a busy machine counts little."""
 
 
-def first_paint_s(*arguments: str) -> float:
-    """Process time at the first paint, in a pty of 120x36."""
+def in_a_pty(*command: str, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command in a pty of 120x36, and return it with the other end of that."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, *command],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        env={**os.environ, "TERM": "xterm-256color"},
+        env={**os.environ, "TERM": "xterm-256color", **environment},
         start_new_session=True,
     )
     os.close(terminal)
+    return process, controller
+
+
+def first_paint_s(*arguments: str) -> float:
+    """Process time at the first paint."""
+    process, controller = in_a_pty(str(SCRIPT), *arguments)
     written = b""
     with process, suppress(OSError):  # how the end of a pty shows itself on Linux
         while block := os.read(controller, 65536):
@@ -48,6 +59,22 @@ def first_paint_s(*arguments: str) -> float:
     found = re.search(rb"first paint ([0-9.]+)", written)
     assert found, written.decode(errors="replace")[-2000:]
     return float(found[1])
+
+
+def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:
+    """Without SIGHUP it would read nothing for ever."""
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import"
+    code = f"{ignoring} main; raise SystemExit(main())"
+    screen, controller = in_a_pty("-c", code, HOME=str(tmp_path))
+    painted, deadline = 0, time.monotonic() + LIMIT_S
+    while painted < 2_000 and time.monotonic() < deadline:
+        if select.select([controller], [], [], 0.5)[0]:
+            painted += len(os.read(controller, 65536))
+    os.close(controller)
+    try:
+        assert screen.wait(timeout=LIMIT_S) >= 0
+    finally:
+        screen.kill()
 
 
 def test_first_paint_costs_little_more_than_an_empty_application(runs_dir: Path) -> None:

@@ -1,14 +1,8 @@
-"""Terminals without colour, without Unicode, with other themes, and such as vanish."""
+"""Terminals without colour, without Unicode, and with other themes."""
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +10,6 @@ from textual.strip import Strip
 
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
-from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
@@ -60,29 +53,3 @@ async def test_foreign_themes_have_the_colours_of_every_screen(runs_dir: Path) -
             for number in "12345":
                 await ui.press(number)
                 assert "so-tui" in ui.text()
-
-
-def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:
-    """Without SIGHUP it would read nothing for ever."""
-    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import"
-    command = [sys.executable, "-c", f"{ignoring} main; raise SystemExit(main())"]
-    environment = {**os.environ, "TERM": "xterm-256color", "HOME": str(tmp_path)}
-    controller, terminal = pty.openpty()
-    screen = subprocess.Popen(
-        command,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    painted, deadline = 0, time.monotonic() + LIMIT_S
-    while painted < 2_000 and time.monotonic() < deadline:
-        if select.select([controller], [], [], 0.5)[0]:
-            painted += len(os.read(controller, 65536))
-    os.close(controller)
-    try:
-        assert screen.wait(timeout=LIMIT_S) >= 0
-    finally:
-        screen.kill()
