@@ -71,11 +71,6 @@ def test_terminal_without_unicode_gets_question_marks(line: str) -> None:
     assert (done.returncode in (0, 3), done.stderr, bool(done.stdout)) == (True, "", True)
 
 
-def test_stopping_an_ended_run(failed_run: RunDirectory, call: Call) -> None:
-    code, out, _ = call("stop", failed_run.path)
-    assert (code, "has already ended: failed" in out) == (0, True)
-
-
 @pytest.mark.parametrize(("gpus", "code"), [("5", "too-few-gpus"), ("0,7", "no-such-gpu")])
 def test_more_gpus_than_there_are(gpus: str, code: str) -> None:
     argv = ("run", "tiny", "--gpus", gpus, "--machine", "gh200-quad-120", "--dry-run")
@@ -123,20 +118,20 @@ def test_wrong_options_are_refused_before_anything_is_done(line: str, problems: 
     assert os.times().children_user - children_s < 5, "nothing is compiled for it"
 
 
-def test_two_ways_to_give_the_number_of_gpus_may_agree(call: Call) -> None:
-    assert call("run tiny --dry-run --gpus 1 --set gpus=1").code == 0
-
-
 def test_dry_run_warns_of_missing_files(call: Call) -> None:
     line = "run tiny --dry-run --set data.source=/absent/rows.jsonl"
     told = "warning: data.source = /absent/rows.jsonl: there is no such file or folder"
     code, _, err = call(line)
     assert (code, told in err) == (0, True)
-    code, _, err = call(f"{line} --machine gh200-480 --gpus 1")
+    code, _, err = call(f"{line} --machine gh200-480 --gpus 1 --set gpus=1")  # they agree
     assert (code, told in err) == (0, False), "another machine has other files"
 
 
-def test_damaged_run_is_listed(failed_run: RunDirectory, call: Call) -> None:
+def test_ended_run_is_not_stopped_and_damaged_one_is_listed(
+    failed_run: RunDirectory, call: Call
+) -> None:
+    code, out, _ = call("stop", failed_run.path)
+    assert (code, "has already ended: failed" in out) == (0, True)
     damaged = create_run(find_preset("tiny").spec, failed_run.path.parent)
     damaged.state_path.write_text('{"v":1')
     listed = json.loads(call("runs --json --runs-dir", failed_run.path.parent).out)["runs"]
