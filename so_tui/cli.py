@@ -6,12 +6,12 @@ A command's code is imported when it is called.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
 import io
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return InputError.exit_code
 
 
-def _call(arguments: argparse.Namespace) -> int:
+def _call(arguments: Namespace) -> int:
     """Call the command of parsed arguments and return its exit code.
 
     Raises:

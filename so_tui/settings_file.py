@@ -34,10 +34,15 @@ from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
 from so_tui.trust.text import quoted
 
 LARGEST_BYTES = 1 << 16
-_TABLES: dict[str, type[Struct]] = {
-    field.name: field.type for field in msgspec.structs.fields(Settings)
-}
 Tree = dict[str, Any]
+
+
+def _types(of: Any) -> dict[str, Any]:
+    """Return the type of each field of a struct."""
+    return {field.name: field.type for field in msgspec.structs.fields(of)}
+
+
+_TABLES = _types(Settings)
 
 
 class Loaded(Struct, frozen=True):
@@ -88,7 +93,7 @@ def _checked(tree: Tree) -> Loaded:
         if name not in _TABLES or not isinstance(value, dict):
             problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES)))
             continue
-        types = {field.name: field.type for field in msgspec.structs.fields(_TABLES[name])}
+        types = _types(_TABLES[name])
         for key, given in value.items():
             if key not in types:
                 problems.append(_unknown(f"{name}.{key}", given, tuple(types)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Collection, Iterable
-from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from so_tui.machine.types import Machine
@@ -23,9 +22,8 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.errors import reject
-from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import beneath, console
-from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
+from so_tui.trust.text import brief_message, printable_line, printable_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +40,7 @@ _SHORT_OPTIONS = {
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
-def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
+def chosen_spec(arguments: Namespace) -> RunSpec:
     """Return the named preset or file with ``--set`` and ``--gpus`` applied. Raises InputError."""
     changes = chosen_changes(arguments)
     preset = find_preset(arguments.preset)
@@ -50,7 +48,7 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
     return with_values(preset.spec, changes) if changes else preset.spec
 
 
-def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
+def chosen_changes(arguments: Namespace) -> dict[str, str]:
     """Return the dotted keys and values of ``--set``, ``--gpus``, ``--nodes`` and the options of
     Slurm.
 
@@ -108,7 +106,7 @@ def given_gpus(text: str) -> int | list[int]:
     return given
 
 
-def chosen_machine(arguments: argparse.Namespace) -> Machine:
+def chosen_machine(arguments: Namespace) -> Machine:
     """Return the machine of ``--machine NAME|FILE``, or this one."""
     if arguments.machine:
         from so_tui.machine.known import machine_of
@@ -119,43 +117,13 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
     return inspect_machine()
 
 
-def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
+def machine_for(spec: RunSpec, arguments: Namespace) -> Machine:
     """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the
     spec runs.
     """
     from so_tui.launch.places import machine_of
 
     return chosen_machine(arguments) if arguments.machine else machine_of(spec.slurm)
-
-
-def note_place(machine: Machine, slurm: SlurmSpec, *, named: bool) -> None:
-    """Say from what the machine of a partition is known, unless the user has named it (``named``),
-    and which site profiles could not be used.
-    """
-    from so_tui.launch.places import left_out_profiles, source_of
-
-    for problem in left_out_profiles(slurm):
-        print_note(f"Left out: {problem}")
-    partition = slurm.partition
-    if not partition or named:
-        return
-    seen, profile = source_of(slurm)
-    nodes = f"The nodes of partition {partition}"
-    if seen is not None:
-        print_note(
-            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
-        )
-    elif profile:
-        print_note(
-            f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
-            "job records what they are.",
-        )
-    else:
-        measure = so_tui_command("run", "tiny", "--partition", partition)
-        print_note(
-            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
-            "in a minute.",
-        )
 
 
 def usable_terminal() -> bool:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ _FIRST_SECTION = re.compile(r"^\s*\[", re.MULTILINE)
 _NAME_KEY = re.compile(r"""^\s*name\s*=\s*["']([^"'\n]*)["']""", re.MULTILINE)
 
 
-def completion(arguments: argparse.Namespace) -> int:
+def completion(arguments: Namespace) -> int:
     """Print the code with which a shell completes command lines of so-tui. It calls the so-tui of
     PATH, whichever one is typed.
     """
@@ -61,7 +62,7 @@ class _Words(BaseCompleter):
         prefix: str,
         action: argparse.Action,
         parser: argparse.ArgumentParser,
-        parsed_args: argparse.Namespace,
+        parsed_args: Namespace,
     ) -> Mapping[str, str]:
         """Return the plain words, with their descriptions, that an argument may be; those of files
         if no other one begins so.
@@ -83,7 +84,7 @@ class _Words(BaseCompleter):
         }
 
 
-def _words(metavar: str, prefix: str, parsed: argparse.Namespace) -> Iterable[tuple[str, str]]:
+def _words(metavar: str, prefix: str, parsed: Namespace) -> Iterable[tuple[str, str]]:
     """Return the words of an argument other than paths; perhaps also some that do not begin with
     the prefix.
     """

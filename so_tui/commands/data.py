@@ -4,7 +4,7 @@ starts.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # ``convert``: checkpoints from and to DeepSpeed.
 
 
-def convert(arguments: argparse.Namespace) -> int:
+def convert(arguments: Namespace) -> int:
     """Write a run's last checkpoint for DeepSpeed, or make a run that continues from DeepSpeed's,
     and say how to go on.
 
@@ -35,16 +35,15 @@ def convert(arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper import call_tool
     from so_tui.launch.helper_jobs import from_deepspeed
 
-    def tell(message: str) -> None:
-        print_note(message)
-
     if arguments.to:
         run = find_run(arguments.source, arguments.runs_dir)
         writable(Path(arguments.to), "--to")
-        call_tool("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, tell)
+        call_tool("convert", {"run": str(run.path), "to": str(Path(arguments.to))}, print_note)
         print(printable_line(f"wrote {arguments.to}"))
         return 0
-    made = from_deepspeed(Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, tell)
+    made = from_deepspeed(
+        Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, print_note
+    )
     print(
         printable_line(f"made {made.name}; continue with `{so_tui_command('resume', made.name)}`")
     )
@@ -56,7 +55,7 @@ _SHADES = "█▒"
 """Neighbouring documents of a sequence, which must differ without colour too."""
 
 
-def data(arguments: argparse.Namespace) -> int:
+def data(arguments: Namespace) -> int:
     """Print the counts of the data set and a few rows as the model sees them, with trained tokens
     marked.
     """
@@ -188,17 +187,17 @@ def _coloured(sample: Sample, plain: bool) -> RenderableType:
     return text
 
 
-def fetch(arguments: argparse.Namespace) -> int:
+def fetch(arguments: Namespace) -> int:
     """Download what a preset needs, and print a line for each file."""
     return _follow("fetch", arguments)
 
 
-def prepare(arguments: argparse.Namespace) -> int:
+def prepare(arguments: Namespace) -> int:
     """Do the work of a first run that needs no GPU, and print a line for each part."""
     return _follow("prepare", arguments)
 
 
-def _follow(tool: str, arguments: argparse.Namespace) -> int:
+def _follow(tool: str, arguments: Namespace) -> int:
     from so_tui.launch.helper import stream_tool
 
     progress = ProgressLine()

@@ -71,21 +71,13 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             update = _polled(reader, update, printer)
             for record in update.records:
                 printer.show(record)
-            if (
-                update.state is not None
-                and update.state.state == "queued"
-                and update.state.detail != waiting
-            ):
-                waiting = update.state.detail
-                print_note(brief_message(f"queued: {waiting}"))
-            if update.state is not None:
-                printer.compare(update.state)
-            if (
-                update.state is not None
-                and update.state.state in FINAL_STATES
-                and not update.records
-            ):
-                return printer.finish(run, update.state)
+            if (state := update.state) is not None:
+                if state.state == "queued" and state.detail != waiting:
+                    waiting = state.detail
+                    print_note(brief_message(f"queued: {waiting}"))
+                printer.compare(state)
+                if state.state in FINAL_STATES and not update.records:
+                    return printer.finish(run, state)
             # The supervisor may have been killed; every reader replaces it.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()

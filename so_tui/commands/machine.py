@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from msgspec import Struct
@@ -37,7 +37,7 @@ class Measured(Struct, frozen=True):
     calibration: Calibration | None
 
 
-def calibrate(arguments: argparse.Namespace) -> int:
+def calibrate(arguments: Namespace) -> int:
     """Measure this machine in helper processes and store the rates, which plans use from then on.
 
     Raises:
@@ -80,7 +80,7 @@ class Findings(Struct, frozen=True):
     """Name of the tested set of training packages that is installed; None if they are none."""
 
 
-def inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: Namespace) -> int:
     """Print this machine, or the one that ``--machine`` names, for people or as the JSON that
     ``--machine`` reads back.
     """
@@ -103,7 +103,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inspected(arguments: argparse.Namespace) -> Machine:
+def _inspected(arguments: Namespace) -> Machine:
     """Inspect this host, or the copy of its files in a folder."""
     from so_tui.machine import inspect_machine
 
@@ -154,7 +154,7 @@ def _remember_for_plans(machine: Machine) -> None:
     print_note(f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
 
 
-def machines(arguments: argparse.Namespace) -> int:
+def machines(arguments: Namespace) -> int:
     """List the machines that ``--machine`` knows by name, or show one as ``inspect`` shows this
     machine.
     """
@@ -173,7 +173,7 @@ def machines(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fix(arguments: argparse.Namespace) -> None:
+def _fix(arguments: Namespace) -> None:
     """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
     from so_tui.launch.helper import call_tool
 
@@ -194,7 +194,7 @@ def _fix(arguments: argparse.Namespace) -> None:
         print(reason, file=sys.stderr)
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def doctor(arguments: Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also
     check what that run needs.
     """
@@ -240,7 +240,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 BAR_CELLS = 24
 
 
-def validate(arguments: argparse.Namespace) -> int:
+def validate(arguments: Namespace) -> int:
     """Measure as much as fits into the minutes, continuing an earlier report, and say where the
     report is.
 

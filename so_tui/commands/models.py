@@ -4,10 +4,10 @@ model beside it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -54,7 +54,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     prompts: tuple[PromptAnswers, ...]
 
 
-def generate(arguments: argparse.Namespace) -> int:
+def generate(arguments: Namespace) -> int:
     """Print the answers to each prompt as they are written, or all of them as JSON."""
     from so_tui.launch.helper_jobs import ModelProcess
 
@@ -91,7 +91,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def chat(arguments: argparse.Namespace) -> int:
+def chat(arguments: Namespace) -> int:
     """Open the screen of a conversation."""
     from so_tui.settings_file import load_settings
     from so_tui.ui.chat.screen import ChatApp, ChatScreen
@@ -108,7 +108,7 @@ def chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _named(arguments: argparse.Namespace) -> LoadModel:
+def _named(arguments: Namespace) -> LoadModel:
     from so_tui.launch.helper_jobs import named_model
 
     return named_model(
@@ -120,12 +120,12 @@ def _named(arguments: argparse.Namespace) -> LoadModel:
     )
 
 
-def _given_sampling(arguments: argparse.Namespace) -> Sampling:
+def _given_sampling(arguments: Namespace) -> Sampling:
     """Return the sampling that the options ask for."""
     return Sampling(**{name: getattr(arguments, name) for name in Sampling.__struct_fields__})
 
 
-def _prompt(side: Side, text: str, arguments: argparse.Namespace) -> Prompt:
+def _prompt(side: Side, text: str, arguments: Namespace) -> Prompt:
     if arguments.raw:
         return Prompt(side=side, text=text)
     system = (Turn("system", arguments.system),) if arguments.system else ()

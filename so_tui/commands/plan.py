@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from datetime import date
 
 from so_tui.commands.common import (
     chosen_changes,
@@ -10,7 +11,6 @@ from so_tui.commands.common import (
     chosen_spec,
     given_gpus,
     machine_for,
-    note_place,
     note_problems,
     print_json,
     print_note,
@@ -26,7 +26,7 @@ from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def plan(arguments: Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
     if arguments.probe and (arguments.machine or not arguments.preset):
         raise reject(
@@ -41,7 +41,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return _plan_one(arguments) if arguments.preset else _plan_table(arguments)
 
 
-def _plan_one(arguments: argparse.Namespace) -> int:
+def _plan_one(arguments: Namespace) -> int:
     """Print the plan of a preset, or probe it."""
     from so_tui.plan.planner import best_number_of_gpus, make_plan, recommend
     from so_tui.plan.show import command_of, plans_json, render_plan, settings_of
@@ -56,7 +56,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([chosen]))
     else:
-        note_place(machine, spec.slurm, named=bool(arguments.machine))
+        _note_place(arguments, machine, spec.slurm)
         print_rich(render_plan(chosen, machine))
         if chosen.recommended:
             # On one line, so that it can be copied.
@@ -77,7 +77,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     return 0 if chosen.fits else 3
 
 
-def _plan_table(arguments: argparse.Namespace) -> int:
+def _plan_table(arguments: Namespace) -> int:
     """Print the table of models and GPU counts."""
     from so_tui.launch.places import machine_of
     from so_tui.plan.planner import plan_table, unplannable
@@ -93,7 +93,7 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        note_place(machine, slurm, named=bool(arguments.machine))
+        _note_place(arguments, machine, slurm)
         print_rich(render_table(rows, machine, console().width))
         for text in left_out:
             print_note(text)
@@ -101,8 +101,38 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _note_place(arguments: Namespace, machine: Machine, slurm: SlurmSpec) -> None:
+    """Say from what the machine of a partition is known, unless the user has named it, and
+    which site profiles could not be used.
+    """
+    from so_tui.launch.places import left_out_profiles, source_of
+
+    for problem in left_out_profiles(slurm):
+        print_note(f"Left out: {problem}")
+    partition = slurm.partition
+    if not partition or arguments.machine:
+        return
+    seen, profile = source_of(slurm)
+    nodes = f"The nodes of partition {partition}"
+    if seen is not None:
+        print_note(
+            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
+        )
+    elif profile:
+        print_note(
+            f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
+            "job records what they are.",
+        )
+    else:
+        measure = so_tui_command("run", "tiny", "--partition", partition)
+        print_note(
+            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
+            "in a minute.",
+        )
+
+
 def _note_other_number(
-    arguments: argparse.Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
+    arguments: Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
 ) -> None:
     """Say which number of GPUs the table recommends, where that is not the preset's."""
     if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
@@ -119,7 +149,7 @@ def _note_other_number(
     )
 
 
-def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
+def _counts(arguments: Namespace) -> tuple[int, ...]:
     """Return the GPU counts of the table; empty for those of the machine.
 
     Raises:
@@ -156,7 +186,7 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     return (count,)
 
 
-def _nodes(arguments: argparse.Namespace) -> int:
+def _nodes(arguments: Namespace) -> int:
     """Return the hosts of the table. Raises InputError with the problems of the key ``nodes``."""
     nodes = (
         parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
@@ -166,7 +196,7 @@ def _nodes(arguments: argparse.Namespace) -> int:
     return int(nodes)
 
 
-def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:
+def _probe(arguments: Namespace, chosen: Plan, machine: Machine) -> int:
     """Train a few steps of the plan, store the difference from the prediction, and print it with
     the corrected plan.
     """

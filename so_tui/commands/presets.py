@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 
 from msgspec import Struct
 
@@ -61,7 +61,7 @@ class AddedPreset(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def presets(arguments: argparse.Namespace) -> int:
+def presets(arguments: Namespace) -> int:
     """Print the catalog or one preset as TOML, or add one. Invalid ones of the user are left out,
     and named on stderr.
     """
@@ -119,7 +119,7 @@ def presets(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_unused(arguments: argparse.Namespace) -> None:
+def _refuse_unused(arguments: Namespace) -> None:
     """Refuse options that only ``add`` uses (code ``unused-option``), and changes without a preset
     (code ``preset-needed``).
     """
@@ -142,7 +142,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
         raise InputError(problems)
 
 
-def _add(arguments: argparse.Namespace) -> int:
+def _add(arguments: Namespace) -> int:
     """Make a preset from a model and save it."""
     from so_tui.launch.helper_jobs import describe_model
 

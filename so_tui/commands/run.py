@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ class StartedRun(Struct, frozen=True):
     path: str
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Start a run, show it, and return its exit code."""
     from so_tui.launch.checks import CHECKS, missing_inputs, preflight
 
@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _show(_start(launch, arguments), arguments, owner=True)
 
 
-def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
+def _start(launch: Launch, arguments: Namespace) -> RunDirectory:
     """Start a run. If the user gives or changes its batch script, again and again while it is
     refused and the user wants to change it.
 
@@ -205,7 +205,7 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
         return run
 
 
-def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
+def _prepared(spec: RunSpec, arguments: Namespace) -> Launch:
     """Plan a spec for the machine of its place. Raises as ``prepare``, with how to describe a
     partition's machine.
     """
@@ -219,7 +219,7 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
         raise with_remedy(error, spec.slurm, described=bool(arguments.machine)) from None
 
 
-def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
+def _interrupt_on_termination(arguments: Namespace) -> None:
     """Let SIGTERM interrupt until there is a run to stop. The first process of a container ignores
     it by default.
     """
@@ -227,7 +227,7 @@ def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _plain(arguments: argparse.Namespace) -> bool:
+def _plain(arguments: Namespace) -> bool:
     return arguments.plain or not usable_terminal()
 
 
@@ -236,7 +236,7 @@ def _report_warnings(warnings: Iterable[object]) -> None:
         print_note(f"so-tui: warning: {warning}", stderr=True)
 
 
-def resume(arguments: argparse.Namespace) -> int:
+def resume(arguments: Namespace) -> int:
     """Start another attempt of a run from its last checkpoint, with changed settings if some are
     given.
     """
@@ -261,7 +261,7 @@ def resume(arguments: argparse.Namespace) -> int:
     return _show(target, arguments, owner=True)
 
 
-def watch(arguments: argparse.Namespace) -> int:
+def watch(arguments: Namespace) -> int:
     """Show a run, live or past. Leaving does not affect it.
 
     Raises:
@@ -273,7 +273,7 @@ def watch(arguments: argparse.Namespace) -> int:
     return _show(target, arguments, owner=False)
 
 
-def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -> int:
+def _show(target: RunDirectory, arguments: Namespace, *, owner: bool) -> int:
     """Show the dashboard, progress lines or only the name. Return the run's exit code if it has
     ended, else 0.
     """
@@ -297,7 +297,7 @@ def _exit_code(target: RunDirectory | None) -> int:
     return 0 if target is None else EXIT_CODES.get(current_state(target).state, 0)
 
 
-def supervise(arguments: argparse.Namespace) -> int:
+def supervise(arguments: Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch.supervisor.run import supervise as supervise_run
 
@@ -321,7 +321,7 @@ so-tui run PRESET --plain   train, printing progress lines
 `so-tui --help` lists them all."""
 
 
-def open_screen(arguments: argparse.Namespace) -> int:
+def open_screen(arguments: Namespace) -> int:
     """Open the screen with the presets."""
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)

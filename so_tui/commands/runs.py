@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,7 +65,7 @@ class ComparedRuns(Struct, frozen=True):
     runs: tuple[ComparedRun, ...]
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def compare(arguments: Namespace) -> int:
     """Print the comparison. Of a single run, only the results are shown.
 
     Raises:
@@ -115,17 +115,18 @@ def _print(compared: ComparedRuns) -> None:
         table.add_row(
             Text(key, style="bold"), *(Text(brief_line(run.settings[key])) for run in compared.runs)
         )
-    if any(run.notes.tags for run in compared.runs):
-        table.add_row("tags", *(Text(" ".join(run.notes.tags)) for run in compared.runs))
-    if any(run.notes.note for run in compared.runs):
-        table.add_row("note", *(Text(brief_line(run.notes.note)) for run in compared.runs))
+    notes = [run.notes for run in compared.runs]
+    tags, texts = [" ".join(note.tags) for note in notes], [brief_line(note.note) for note in notes]
+    for name, cells in (("tags", tags), ("note", texts)):
+        if any(cells):
+            table.add_row(name, *map(Text, cells))
     print_rich(table)
 
 
 # ``export-metrics``: a run's steps as a table for other programs.
 
 
-def export_run_metrics(arguments: argparse.Namespace) -> int:
+def export_run_metrics(arguments: Namespace) -> int:
     """Write the file.
 
     Raises:
@@ -147,7 +148,7 @@ def export_run_metrics(arguments: argparse.Namespace) -> int:
 # ``note``: a user's own words about a run.
 
 
-def edit_note(arguments: argparse.Namespace) -> int:
+def edit_note(arguments: Namespace) -> int:
     """Change what is asked for, then print note and tags.
 
     Raises:
@@ -208,7 +209,7 @@ class _Row(NamedTuple):
     results: RunResults
 
 
-def runs(arguments: argparse.Namespace) -> int:
+def runs(arguments: Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
     from so_tui.launch.supervisor.processes import OwnProcesses
@@ -333,7 +334,7 @@ def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRu
     )
 
 
-def stop(arguments: argparse.Namespace) -> int:
+def stop(arguments: Namespace) -> int:
     """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended
     otherwise.
 
@@ -370,7 +371,7 @@ def stop(arguments: argparse.Namespace) -> int:
     return 0 if arguments.assume_dead or state.state in ("stopped", "finished") else 1
 
 
-def logs(arguments: argparse.Namespace) -> int:
+def logs(arguments: Namespace) -> int:
     """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines
     until the run ends.
 
@@ -405,7 +406,7 @@ def logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export(arguments: argparse.Namespace) -> int:
+def export(arguments: Namespace) -> int:
     """Write the last checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
     from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model, in_steps

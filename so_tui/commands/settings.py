@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from typing import Any
 
 import msgspec
@@ -29,7 +29,7 @@ class ShownSettings(Struct, frozen=True):
     """What is wrong in the file, for which the defaults hold."""
 
 
-def settings(arguments: argparse.Namespace) -> int:
+def settings(arguments: Namespace) -> int:
     """Print the settings, or change one. Return 2 if the file has something that is wrong.
 
     Raises:

@@ -25,7 +25,7 @@ from textual.worker import Worker
 from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
-from so_tui.ui.preset_actions import go_back, start_launch
+from so_tui.ui.preset_actions import start_launch
 from so_tui.ui.shared_app import Checking, SharedApp
 from so_tui.ui.textual_fixes import settle, terminal_lost
 from so_tui.ui.widgets import command_key
@@ -185,10 +185,21 @@ class SoTuiApp(SharedApp):
             worker.is_finished for worker in self.workers if worker.group == "launch"
         ):
             self.starting = ""
-            go_back(self)
+            self._go_back()
         self.report_failure(event)
 
     # Starting runs.
+
+    def _go_back(self) -> None:
+        """Leave the checks of a launch that came to nothing for where it was confirmed.
+
+        Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no
+        screen any more.
+        """
+        checking, self.checking = self.checking, None
+        here = self.current_mode == "dashboard" and len(self.screen_stack) == 1
+        if checking is not None and here:
+            self.switch_mode(checking.asked_on)
 
     def on_launched(self, message: messages.Launched) -> None:
         self.launched = self.launched or message.run
@@ -208,7 +219,7 @@ class SoTuiApp(SharedApp):
 
     def on_not_launched(self, message: messages.NotLaunched) -> None:
         self.starting = ""  # what the message offers may start it again at once
-        go_back(self)
+        self._go_back()
         if self._launch is not None and self.launched is None:
             self.refused = message.error
             self.exit()

@@ -7,7 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct, toml
 
 from so_tui.spec import (
     OF_A_SOURCE,
@@ -36,131 +39,27 @@ LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
 SLURM = "Slurm"
 """The group that only a host with Slurm shows."""
 
-GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Where", ("gpus", "slurm.partition")),
-    (
-        SLURM,
-        (
-            "nodes",
-            "slurm.account",
-            "slurm.time_limit",
-            "slurm.qos",
-            "slurm.constraint",
-            "slurm.site",
-            "slurm.continues",
-        ),
-    ),
-    (
-        "Offload",
-        (
-            "offload.mode",
-            "offload.ratio",
-            "offload.cpu_adam_cores_fraction",
-            "offload.states",
-            "offload.engine",
-        ),
-    ),
-    (
-        "Batch",
-        (
-            "train.micro_batch",
-            "train.gradient_accumulation",
-            "train.tokens_per_step",
-            "data.sequence_length",
-            "data.packing",
-        ),
-    ),
-    ("Data", ("data.source", "data.subset", "data.split", "data.format", "data.loss")),
-    ("Length", (LENGTH,)),
-    (
-        "Optimizer",
-        (
-            "train.learning_rate",
-            "train.schedule",
-            "train.warmup_ratio",
-            "train.decay_ratio",
-            "train.min_learning_rate_ratio",
-            "train.weight_decay",
-            "train.gradient_clipping",
-        ),
-    ),
-    (
-        "Checkpoints",
-        (
-            "checkpoint.every_steps",
-            "checkpoint.every_minutes",
-            "checkpoint.at_end",
-            "checkpoint.keep",
-            "checkpoint.folder",
-            "checkpoint.export",
-        ),
-    ),
-    (
-        "Evaluation",
-        ("data.held_out", "data.evaluation", "data.evaluation_split", "train.evaluate_every_steps"),
-    ),
-    ("Logging", ("train.log_interval", "train.log_level", "train.seed", "train.deterministic")),
-)
 
-LABELS = {
-    "gpus": "GPUs",
-    "slurm.partition": "Slurm partition",
-    "slurm.qos": "QOS",
-    "slurm.site": "site profile",
-    "slurm.continues": "continue in a job",
-    LENGTH: "train for",
-    "data.loss": "loss on",
-    "offload.ratio": "offload ratio",
-    "offload.cpu_adam_cores_fraction": "CPU-Adam cores",
-    "offload.states": "Adam moments",
-    "train.gradient_accumulation": "accumulation",
-    "train.tokens_per_step": "tokens a step",
-    "train.warmup_ratio": "warm-up share",
-    "train.decay_ratio": "decay share",
-    "train.min_learning_rate_ratio": "minimum LR ratio",
-    "train.gradient_clipping": "clipping",
-    "checkpoint.every_steps": "save every, steps",
-    "checkpoint.every_minutes": "save every, minutes",
-    "data.evaluation": "other data",
-    "data.evaluation_split": "other split",
-    "train.evaluate_every_steps": "evaluate every",
-    "checkpoint.at_end": "save at the end",
-    "checkpoint.export": "export at the end",
-}
+class _Fields(Struct):
+    """What ``form.toml`` says of the fields, by path; groups have a list of paths each."""
 
-HINTS = {
-    "train.tokens_per_step": "0: accumulation",
-    "offload.states": "on the host",
-    "slurm.partition": "empty: here",
-    "slurm.time_limit": "HH:MM:SS",
-    "slurm.site": "empty: auto",
-    "data.held_out": "a share, or a count",
-    "data.evaluation": "id, file or folder",
-    LENGTH: "then the run ends",
-    "train.evaluate_every_steps": "steps; 0: at the end",
-    "checkpoint.every_steps": "0: not by steps",
-    "checkpoint.every_minutes": "0: not by time",
-}
-"""Hints where the range would not explain what a number means."""
+    groups: dict[str, tuple[str, ...]]
+    labels: Texts
+    hints: Texts
+    steps: dict[str, float | Literal["powers of two", "1-2-5"]]
+    first: dict[str, float]
 
+
+_FIELDS = toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Fields)
+GROUPS = tuple(_FIELDS.groups.items())
+HINTS = _FIELDS.hints
 _NOT_IN_FORM = ("name", "title")
 """They identify a preset and configure nothing."""
-_LENGTH_FIELD = FieldInfo(
-    path=LENGTH,
-    type_name="number",
-    description="How long the run trains.",
-    unit="steps, epochs or tokens",
-)
-
-
-def field_of(path: str) -> FieldInfo:
-    """Return what is known of a field of the form."""
-    return _LENGTH_FIELD if path == LENGTH else field_index()[path]
 
 
 def label(path: str) -> str:
     """Return the form's label of a field."""
-    return LABELS.get(path) or path.rpartition(".")[2].replace("_", " ")
+    return _FIELDS.labels.get(path) or path.rpartition(".")[2].replace("_", " ")
 
 
 def problem_text(problem: Problem) -> str:
@@ -374,45 +273,6 @@ Direction = Literal[-1, 1]
 NUMBERS = ("integer", "number")
 """Types of fields that have next values."""
 _TOLERANCE = 1e-12
-_STEPS: dict[str, float | Literal["powers of two", "1-2-5"]] = {
-    "gpus": 1.0,
-    "nodes": 1.0,
-    "checkpoint.keep": 1.0,
-    "train.seed": 1.0,
-    "train.max_skipped_steps": 1.0,
-    "model.rope_factor": 1.0,
-    "prompts.temperature": 0.1,
-    "offload.ratio": 0.05,
-    "offload.cpu_adam_cores_fraction": 0.05,
-    "train.warmup_ratio": 0.01,
-    "train.decay_ratio": 0.01,
-    "train.min_learning_rate_ratio": 0.01,
-    "data.held_out": 0.01,
-    "train.beta1": 0.01,
-    "train.beta2": 0.001,
-    "train.micro_batch": "powers of two",
-    "train.gradient_accumulation": "powers of two",
-    "train.tokens_per_step": "powers of two",
-    "train.sequence_parallel": "powers of two",
-    "data.sequence_length": "powers of two",
-    "train.learning_rate": "1-2-5",
-    "train.weight_decay": "1-2-5",
-    "train.epsilon": "1-2-5",
-    "train.router_loss_coefficient": "1-2-5",
-    "train.gradient_clipping": "1-2-5",
-}
-"""How numbers step: by a fixed distance, or over such values; all others by their
-first digit: 60, 50 ... 10, 9, and 4,000 after 3,000.
-"""
-_LEAST = {
-    "train.epochs": 0.1,
-    "train.tokens": 1e6,
-    "train.tokens_per_step": 4096.0,
-    "train.gradient_clipping": 0.1,
-    "train.weight_decay": 1e-3,
-    "train.router_loss_coefficient": 1e-4,
-}
-"""The value after 0, where that is not 1."""
 
 
 def _beyond(values: Iterable[float], present: float, direction: int) -> float | None:
@@ -446,10 +306,10 @@ def next_text(path: str, text: str, direction: Direction) -> str | None:
 
 def _candidates(info: FieldInfo, present: float) -> list[float]:
     """Return the values around the present one, without regard to limits."""
-    step = _STEPS.get(info.path)
+    step = _FIELDS.steps.get(info.path)
     if isinstance(step, float):
         return [step * (round(present / step) + by) for by in (-1, 0, 1)]
-    least = _LEAST.get(info.path, 1.0)
+    least = _FIELDS.first.get(info.path, 1.0)
     if present <= 0:
         return [least]
     if step == "powers of two":

@@ -43,15 +43,6 @@ def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
     return (FULL * full + HALF * half, style), (REST * (width - full - half), "$rule")
 
 
-def usage_style(share: float) -> str:
-    """Return the colour of memory in use: a warning where less is free than the planner leaves
-    free, and bad where nearly nothing is.
-    """
-    from so_tui.plan.plan import GPU_MARGIN
-
-    return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """One share of a whole."""

@@ -17,7 +17,7 @@ from textual.worker import Worker
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, gpu_model
+from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key
 from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
@@ -64,7 +64,10 @@ def _nodes_text(machine: Machine) -> str:
 
 def _machine_facts(machine: Machine) -> list[str]:
     """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
-    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
+    kinds = Counter(
+        (gpu.name.removeprefix("NVIDIA ").removeprefix("AMD "), gpu.memory_total_bytes)
+        for gpu in machine.gpus
+    )
     gpus = " + ".join(
         f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
         for (name, total), number in kinds.items()
@@ -118,10 +121,7 @@ class TopLine(CachedLinesMixin):
             if app.machine_file:
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
-            for fact in [
-                *_machine_facts(app.machine),
-                *([app.doctor_line] if app.doctor_line else []),
-            ]:
+            for fact in filter(None, [*_machine_facts(app.machine), app.doctor_line]):
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
                 left += faint(gap + fact)

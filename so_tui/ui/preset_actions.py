@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, in_thread, reporting
+from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, in_thread
 from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
 
@@ -87,17 +86,6 @@ def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> 
     app.switch_mode("dashboard")
 
 
-def go_back(app: SharedApp) -> None:
-    """Leave the checks of a launch that came to nothing for where it was confirmed.
-
-    Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no screen
-    any more.
-    """
-    checking, app.checking = app.checking, None
-    if checking is not None and app.current_mode == "dashboard" and len(app.screen_stack) == 1:
-        app.switch_mode(checking.asked_on)
-
-
 def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
     """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its
     reasons. Runs in a thread.
@@ -139,73 +127,6 @@ def _where_kept(draft: Draft) -> str:
     from so_tui.trust.text import quoted
 
     return f"`so-tui run` submits it with --script {quoted(str(draft.path))}."
-
-
-# Save settings as a preset of the user, or delete one: ask for a name, and before another is
-# replaced or lost.
-
-
-def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str], None]) -> None:
-    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``; call
-    ``saved`` with the name then.
-    """
-    from so_tui.spec import check_user_name
-    from so_tui.ui.dialogs import AskText
-    from so_tui.ui.textual_fixes import Entry
-
-    presets = app.presets
-
-    def named(name: str | None) -> None:
-        if not name:
-            return
-        save, taken = partial(_save, app, spec, name, base, saved), presets.get(name)
-        if taken is None or name == base:
-            save()
-        else:
-            title = f"Replace your preset {name}?"
-            app.ask(title, [taken.path], save, yes="Replace", no="No, keep it")
-
-    def read(name: str) -> str:
-        check_user_name(name, presets)
-        return name
-
-    hint = "A short name: small letters, digits, - . _"
-    entry = Entry(f"{base}-mine", compact=True)
-    dialog = AskText("Save as preset", hint, entry, yes="Save", read=read)
-    app.push_screen(dialog, named)
-
-
-def _save(
-    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
-) -> None:
-    from so_tui.spec import save_preset
-
-    path = None
-    with reporting(app, "The preset", "saved"):
-        path = save_preset(spec, name, base=base)
-    if path is not None:
-        app.notify(f"Saved as {name} in {path}", markup=False)
-        app.reload_presets()
-        saved(name)
-
-
-def is_own(app: SharedApp, name: str) -> bool:
-    """Return whether a preset is the user's own."""
-    return name in app.presets and app.presets[name].origin == "user"
-
-
-def ask_to_delete(app: SharedApp, name: str) -> None:
-    """Ask whether to delete a preset of the user, and delete it."""
-    from so_tui.spec import delete_preset
-
-    def delete() -> None:
-        with reporting(app, "The preset", "deleted"):
-            delete_preset(name)
-        app.reload_presets()
-
-    if is_own(app, name):
-        lines = [app.presets[name].path, "Runs that were started with it stay."]
-        app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
 
 
 # Whether Slurm is here.

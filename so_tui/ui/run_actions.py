@@ -7,7 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.runs import RunDirectory, delete_run, log_readers, read_spec, read_state
+from so_tui.runs import (
+    RunDirectory,
+    delete_run,
+    log_readers,
+    read_spec,
+    read_state,
+    state_with_truth,
+)
 from so_tui.runs import state as run_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import Liveness, sighting
@@ -295,8 +302,6 @@ def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
     No scheduler is asked here, which can take seconds: the lists of runs do that in their thread,
     and record how jobs ended.
     """
-    from so_tui.runs import read_state, state_with_truth
-
     try:
         recorded = read_state(run)
         return recorded if recorded.state == "queued" else state_with_truth(run)

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, readable_spec
 from so_tui.runs.listing import RunNotes, read_notes
@@ -19,10 +18,6 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_name, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
-
-if TYPE_CHECKING:
-    pass
-
 
 # Every run as a row: read in a worker, and only again where something changed.
 

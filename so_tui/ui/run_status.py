@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
 from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.lines import Piece, Pieces, fill_pieces, legend, stacked, step_parts, usage_style
+from so_tui.ui.lines import NEARLY_FULL, Piece, Pieces, fill_pieces, legend, stacked, step_parts
 from so_tui.ui.snapshot import GpuView, Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
@@ -310,6 +310,15 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     return Content.assemble(*pieces[:-1])
 
 
+def _usage_style(share: float) -> str:
+    """Return the colour of memory in use: a warning where less is free than the planner leaves
+    free, and bad where nearly nothing is.
+    """
+    from so_tui.plan.plan import GPU_MARGIN
+
+    return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
+
+
 def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     gpu = view.sample
     bar = 12 if width > 60 else 6
@@ -322,7 +331,7 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
         share = used / gpu.memory_total_bytes
         text = memory_of(used, gpu.memory_total_bytes)
         figures.append(
-            [*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text]
+            [*fill_pieces(share, bar, _usage_style(share)), f" {text}"] if width > 60 else [text]
         )
     if gpu.power_w is not None:
         figures.append([_watts(gpu.power_w, gpu.power_limit_w)])

@@ -136,14 +136,14 @@ class GpuView:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled(Line):
+class _Sampled(Line):
     """One number of the samples over time, of one GPU, node or host."""
 
     host: str = ""
     index: int = 0
 
 
-SampledLines = Mapping[str, tuple[Sampled, ...]]
+SampledLines = Mapping[str, tuple[_Sampled, ...]]
 """Numbers of the samples by name."""
 
 
@@ -252,12 +252,12 @@ class LoadStore:
 
     def sampled(self) -> SampledLines:
         """Return what was wanted, by name."""
-        found: dict[str, list[Sampled]] = {}
+        found: dict[str, list[_Sampled]] = {}
         for (_, host, index), load in self._loads.items():
             times = load.times
             for name, series in load.series.items():
                 if name in self.wanted:
-                    number = Sampled(series, len(times), times, None, "main", "", host, index)
+                    number = _Sampled(series, len(times), times, None, "main", "", host, index)
                     found.setdefault(name, []).append(number)
         return {name: tuple(lines) for name, lines in found.items()}
 

@@ -59,16 +59,6 @@ def framed(widget: Widget) -> bool:
     return not (screen.has_class("-narrow") or screen.has_class("-short"))
 
 
-# The machine in one line, most important facts first. Pure functions.
-
-
-def gpu_model(name: str) -> str:
-    """Return ``GH200 480GB`` for ``NVIDIA GH200 480GB``."""
-    for prefix in ("NVIDIA ", "AMD "):
-        name = name.removeprefix(prefix)
-    return name
-
-
 # The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched
 # for.
 

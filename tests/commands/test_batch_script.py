@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.cli import main
 from so_tui.commands import run as batch_script
 from so_tui.folders import state_home
-from tests.support.commands import forget_cluster
+from tests.support.commands import Call, forget_cluster
 
 REFUSED = (
     "sbatch: error: Batch job submission failed: Invalid account or account/partition combination "
@@ -25,12 +24,10 @@ REFUSED = (
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with commands of Slurm, whose sbatch refuses jobs until the file ``accepts``
-    exists.
-    """
+    """Return the file whose presence has sbatch accept jobs, which it refuses until then."""
     folder = tmp_path / "slurm"
     folder.mkdir()
-    refuses = f"touch {folder}/asked; echo '{REFUSED}' >&2; exit 1"
+    refuses = f"echo '{REFUSED}' >&2; exit 1"
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
         ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else {refuses}; fi"),
@@ -41,12 +38,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forget_cluster(monkeypatch)
     monkeypatch.delenv("VISUAL", raising=False)
     monkeypatch.setenv("EDITOR", "sed -i '$a # mine'")
-    return folder
+    monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path / "runs"))
+    return folder / "accepts"
 
 
-def submitted(tmp_path: Path, *options: str) -> int:
-    argv = ["run", "tiny", "--partition", "gh", "--runs-dir", str(tmp_path / "runs"), "--detach"]
-    return main([*argv, *options])
+SUBMIT = "run tiny --partition gh --detach"
 
 
 def kept() -> list[Path]:
@@ -54,84 +50,82 @@ def kept() -> list[Path]:
 
 
 def test_refused_script_is_kept_and_submitted_again(
-    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: Path, tmp_path: Path, call: Call
 ) -> None:
-    assert submitted(tmp_path, "--edit") == 2
+    code, _, err = call(f"{SUBMIT} --edit")
     (script,) = kept()
-    printed = capsys.readouterr().err
-    assert str(script) in printed
-    assert "account" in printed
+    assert (code, str(script) in err, "account" in err) == (2, True, True)
     assert script.read_text().endswith("# mine\n")
     assert list((tmp_path / "runs").glob("tiny*")) == []
-    (slurm / "accepts").touch()
-    assert submitted(tmp_path, "--script", str(script)) == 0
+    slurm.touch()
+    assert call(f"{SUBMIT} --script", script).code == 0
     (run,) = (tmp_path / "runs").glob("tiny*")
     job = (run / "attempts/001/job.sh").read_text()
     assert job.endswith("# mine\n")
-    assert (
-        re.findall("^so_tui_run=(.*)$", job, re.MULTILINE)
-        == [str(run)]
-        != re.findall("^so_tui_run=(.*)$", script.read_text(), re.MULTILINE)
+    own, before = (
+        re.findall("^so_tui_run=(.*)$", text, re.MULTILINE) for text in (job, script.read_text())
     )
+    assert own == [str(run)] != before
 
 
-def test_a_run_is_called_as_the_user_says_and_so_is_its_job(slurm: Path, tmp_path: Path) -> None:
-    (slurm / "accepts").touch()
-    assert submitted(tmp_path, "--name", "mine.v2") == 0
+def test_a_run_is_called_as_the_user_says_and_so_is_its_job(
+    slurm: Path, tmp_path: Path, call: Call
+) -> None:
+    slurm.touch()
+    assert call(f"{SUBMIT} --name mine.v2").code == 0
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.startswith("mine.v2-")
     assert f"--job-name={run.name}\n" in (run / "attempts/001/job.sh").read_text()
     with pytest.raises(SystemExit, match="2"):
-        submitted(tmp_path, "--name", "../mine")
+        call(f"{SUBMIT} --name ../mine")
     assert list((tmp_path / "runs").iterdir()) == [run]
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("", 0, 0), ("n", 2, 1)])
 def test_a_refused_script_can_be_changed_again_at_once(
-    answer: str, code: int, left: int, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: str,
+    code: int,
+    left: int,
+    slurm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Call,
 ) -> None:
     def answers(_question: str) -> str:
         assert len(kept()) == 1  # should the terminal go away now
-        (slurm / "accepts").touch()
+        slurm.touch()
         return answer
 
     monkeypatch.setattr(batch_script, "usable_terminal", lambda: True)
     monkeypatch.setattr("builtins.input", answers)
-    assert submitted(tmp_path, "--edit") == code
+    assert call(f"{SUBMIT} --edit").code == code
     assert len(kept()) == left
     for run in (tmp_path / "runs").glob("tiny*"):
         assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
-def test_unchanged_is_not_kept(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("slurm")
+def test_unchanged_is_not_kept(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("EDITOR", "true")
-    assert submitted(tmp_path, "--edit") == 2
+    assert call(f"{SUBMIT} --edit").code == 2
     assert kept() == []
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
-def test_other_scripts_are_refused(content: bytes | None, slurm: Path, tmp_path: Path) -> None:
-    (slurm / "accepts").touch()
+def test_other_scripts_are_refused(
+    content: bytes | None, slurm: Path, tmp_path: Path, call: Call
+) -> None:
+    slurm.touch()
     script = tmp_path / "script.sh"
     if content is not None:
         script.write_bytes(content)
-    assert submitted(tmp_path, "--script", str(script)) == 2
+    assert call(f"{SUBMIT} --script", script).code == 2
     assert list((tmp_path / "runs").glob("tiny*")) == []
 
 
-@pytest.mark.parametrize("options", [["--edit"], ["--script", "job.sh"]])
-def test_script_needs_submission(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny", "--partition", "gh", "--dry-run", *options]) == 2
-    assert options[0] in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("slurm")
-def test_a_dry_run_warns_of_a_foreign_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_warns_of_a_foreign_interpreter(call: Call) -> None:
     """That the nodes cannot execute."""
-    argv = ["run", "tiny", "--partition", "gh", "--dry-run", "--gpus", "1"]
-    assert main([*argv, "--machine", "gh200-480"]) == 0
-    printed = capsys.readouterr()
-    assert ("aarch64" in printed.err) == (platform.machine() != "aarch64")
-    assert "so_tui_run=RUN" in printed.out
+    code, out, err = call("run tiny --partition gh --dry-run --gpus 1 --machine gh200-480")
+    assert (code, "so_tui_run=RUN" in out) == (0, True)
+    assert ("aarch64" in err) == (platform.machine() != "aarch64")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from so_tui.folders import builtin_folder, default_runs_dir, user_folder
+from so_tui.folders import builtin_folder, default_runs_dir
 from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
 from so_tui.spec import field_index, find_preset
@@ -19,68 +19,37 @@ from tests.support.hostile import IN_A_NAME
 from tests.support.shells import install_command, offered
 from tools.words import FILE, words
 
-NOT_PLAIN = [
-    "$(touch made)",
-    "`touch made`",
-    "a;touch made",
-    "*",
-    "-rf",
-    "--runs-dir=x",
-    "two words",
-    "it's",
-    'say "a"',
-    "a&b",
-    IN_A_NAME,
-]
-BUILT_IN = {path.stem for path in builtin_folder().glob("*.toml")}
-
-shells = pytest.mark.parametrize(
-    "shell",
-    [
-        pytest.param(
-            shell,
-            marks=pytest.mark.skipif(
-                shutil.which(shell) is None, reason=f"{shell} is not installed"
-            ),
-        )
-        for shell in ("bash", "zsh", "fish")
-    ],
+NOT_PLAIN = (
+    *("$(touch made)", "`touch made`", "a;touch made", "*", "-rf", "--runs-dir=x", "two words"),
+    *("it's", 'say "a"', "a&b", IN_A_NAME),
 )
-
-
-class Shell:
-    """A shell of a user who has presets, runs and files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.cwd = folder / "cwd"
-        self.cwd.mkdir()
-        install_command(folder / "bin")
-
-    def offers(self, shell: str, *lines: str) -> list[set[str]]:
-        own = self._folder / shell
-        own.mkdir()
-        path = f"{self._folder / 'bin'}:{os.environ['PATH']}"
-        environment = {
-            **os.environ,
-            "PATH": path,
-            "HOME": str(own),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        return [set(found) for found in offered(shell, lines, own, self.cwd, environment)]
+BUILT_IN = {path.stem for path in builtin_folder().glob("*.toml")}
+Offers = Callable[..., list[set[str]]]
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> Shell:
-    folder = tmp_path / "user"
-    folder.mkdir()
-    return Shell(folder)
+def cwd(tmp_path: Path) -> Path:
+    """Where the shells work."""
+    (tmp_path / "user" / "cwd").mkdir(parents=True)
+    return tmp_path / "user" / "cwd"
 
 
-@shells
-def test_commands_options_and_keys(shell: str, user: Shell) -> None:
-    commands, plan, options, machines, keys, modes, switch, probes = user.offers(
-        shell,
+@pytest.fixture(params=["bash", "zsh", "fish"])
+def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
+    """Press TAB after lines in a shell, and return the words that it offers for each."""
+    shell, home = request.param, cwd.parent / "home"
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    home.mkdir()
+    install_command(cwd.parent / "bin")
+    environment = {**os.environ, "HOME": str(home)}
+    environment["PATH"] = f"{cwd.parent / 'bin'}:{os.environ['PATH']}"
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return lambda *lines: [set(words) for words in offered(shell, lines, home, cwd, environment)]
+
+
+def test_commands_options_and_keys(offers: Offers) -> None:
+    commands, plan, options, machines, keys, modes, switch, probes = offers(
         "so-tui ",
         "so-tui pl",
         "so-tui run tiny --d",
@@ -101,21 +70,20 @@ def test_commands_options_and_keys(shell: str, user: Shell) -> None:
     assert {value.rpartition("=")[2] for value in probes} == {"random", "spec"}
 
 
-@shells
-def test_presets_runs_and_files(shell: str, user: Shell, tmp_path: Path) -> None:
-    user_folder().mkdir(parents=True)
-    (user_folder() / "file.toml").write_text(
+def test_presets_runs_and_files(
+    offers: Offers, cwd: Path, own_presets: Path, tmp_path: Path
+) -> None:
+    (own_presets / "file.toml").write_text(
         'title = "x"\nname = "mine"\nextends = "tiny"\n[model]\nname = "other"\n'
     )
-    (user_folder() / "short.toml").write_text('extends = "tiny"\n')
+    (own_presets / "short.toml").write_text('extends = "tiny"\n')
     spec = find_preset("tiny").spec
     here, recorded, elsewhere = (
         create_run(spec, folder) for folder in (None, tmp_path / "more", tmp_path / "elsewhere")
     )
     (default_runs_dir() / "no-run").mkdir()
-    (user.cwd / "zeta.toml").touch()
-    presets, files, runs, only = user.offers(
-        shell,
+    (cwd / "zeta.toml").touch()
+    presets, files, runs, only = offers(
         "so-tui plan ",
         "so-tui plan zet",
         "so-tui watch ",
@@ -127,18 +95,15 @@ def test_presets_runs_and_files(shell: str, user: Shell, tmp_path: Path) -> None
     assert only == {"latest", elsewhere.name}
 
 
-@shells
-def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -> None:
-    user_folder().mkdir(parents=True)
+def test_nothing_that_a_shell_would_expand_is_offered(
+    offers: Offers, cwd: Path, own_presets: Path
+) -> None:
     run = create_run(find_preset("tiny").spec)
     for number, name in enumerate(NOT_PLAIN):
-        (user_folder() / f"{number}.toml").write_text(
-            f'name = "{name}"\n', errors="surrogateescape"
-        )
+        (own_presets / f"{number}.toml").write_text(f'name = "{name}"\n', errors="surrogateescape")
         shutil.copytree(run.path, default_runs_dir() / name)
-        (user.cwd / name).touch()
-    presets, runs, *_ = user.offers(
-        shell,
+        (cwd / name).touch()
+    presets, runs, *_ = offers(
         "so-tui plan ",
         "so-tui watch ",
         "so-tui watch '$(to",
@@ -147,7 +112,7 @@ def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -
     )
     assert {name for name in presets if not name.isalnum()} <= BUILT_IN
     assert runs == {"latest", run.name}
-    assert sorted(path.name for path in user.cwd.iterdir()) == sorted(NOT_PLAIN)
+    assert sorted(path.name for path in cwd.iterdir()) == sorted(NOT_PLAIN)
 
 
 @pytest.mark.repository
@@ -157,26 +122,17 @@ def test_the_words_are_current() -> None:
 
 @pytest.mark.parametrize("line", ["so-tui plan --set off", "so-tui watch ", "so-tui plan "])
 def test_a_shell_does_not_wait_long(line: str, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE": "1",
-    }
-    environment["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "offered")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    runs = 3
+    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1"}
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "offered")
+    command = [sys.executable, "-X", "importtime", "-m", "so_tui"]
+    before, runs = os.times(), 3
     for _ in range(runs):
         done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "so_tui"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
+            command, env={**os.environ, **asked}, capture_output=True, text=True, check=True
         )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    after = os.times()
     assert (tmp_path / "offered").read_text()
-    assert not {"msgspec", "rich", "textual", "torch"} & {
-        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
-    }
-    assert (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs < 0.2
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not {"msgspec", "rich", "textual", "torch"} & imported
+    user_s, system_s = (after[at] - before[at] for at in (2, 3))  # of children
+    assert (user_s + system_s) / runs < 0.2

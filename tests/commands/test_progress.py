@@ -1,4 +1,6 @@
-"""Following a run without a screen, and the effect of signals to the follower."""
+"""Following a run without a screen, signals to the follower, and stopping and resuming a run whose
+host cannot be asked.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,21 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from so_tui.commands import follow
-from so_tui.runs import (
-    MetricsWriter,
-    RunDirectory,
-    RunReader,
-    create_run,
-    read_state,
-    state,
-    write_state,
-)
-from so_tui.runs.records import CheckpointRecord, RunState
+from so_tui.launch import lifecycle
+from so_tui.runs import RunDirectory, RunReader, create_run, read_state, state
+from so_tui.runs.lock import ended_state
+from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import find_preset
 from so_tui.units import duration
-from tests.support.records import step_record
+from tests.support.commands import Call, problems_of
+from tests.support.records import append_records, change_state, step_record
 from tests.support.waiting import LIMIT_S, wait_until
 
 FOLLOW = (
@@ -37,98 +34,86 @@ FOLLOW = (
 )
 
 
-def recorded(run: RunDirectory, state: Any) -> None:
-    """Record that the run is in a state on another host, so that it does not count as lost here."""
-    begun = read_state(run).started
-    write_state(run, RunState(name=run.name, state=state, host="another", started=begun, attempt=1))
-
-
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> RunDirectory:
-    """A run that trains on another host."""
-    run = create_run(find_preset("tiny").spec, tmp_path / "runs")
-    recorded(run, "training")
+def elsewhere() -> RunDirectory:
+    """A run that trains on another host: it does not count as lost here."""
+    run = create_run(find_preset("tiny").spec)
+    change_state(run, state="training", attempt=1, host="another", boot_id="another")
     return run
 
 
-def followed(run: RunDirectory, who: str) -> subprocess.Popen[str]:
-    follower = subprocess.Popen(
-        [sys.executable, "-c", FOLLOW, str(run.path), who], stdout=subprocess.PIPE, text=True
-    )
-    assert follower.stdout is not None
-    assert run.name in follower.stdout.readline()
-    return follower
+class Follower:
+    """A process that follows a run, and has begun to."""
+
+    def __init__(self, run: RunDirectory, who: str) -> None:
+        command = [sys.executable, "-c", FOLLOW, str(run.path), who]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert run.name in next(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield what it prints; not communicate(), which misses what came with the first line."""
+        assert self.process.stdout is not None
+        return iter(self.process.stdout.readline, "")
+
+    def status(self) -> int:
+        return self.process.wait(timeout=LIMIT_S)
 
 
 def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None:
-    writer = MetricsWriter(elsewhere, 1)
-    for number in (1, 2, 3):  # the third comes too soon after the first to be printed immediately
-        writer.append(step_record(number, time=1e9 + number / 100))
+    # the third step comes too soon after the first to be printed immediately
+    steps = [step_record(number, time=1e9 + number / 100) for number in (1, 2, 3)]
     saved = CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=90.0, path="there")
-    writer.append(replace(saved, paused_s=2.0, due_step=2))
-    writer.close()
-    recorded(elsewhere, "stopped")
-    follower = followed(elsewhere, "watcher")
-    assert follower.stdout is not None
-    told = follower.stdout.read()  # not communicate(): it would miss what came with the first line
-    assert follower.wait(timeout=LIMIT_S) == 4
-    assert told.index("step 3/") < told.index("checkpoint of step 3")
-    assert "left" not in told[told.index("checkpoint of step 3") :]
-    assert all(duration(seconds) in told for seconds in (90.0, 2.0))
-    assert "due since step 2" in told
+    append_records(elsewhere, *steps, replace(saved, paused_s=2.0, due_step=2))
+    change_state(elsewhere, state="stopped")
+    follower = Follower(elsewhere, "watcher")
+    before, _, after = "".join(follower.lines()).partition("checkpoint of step 3")
+    assert follower.status() == 4
+    assert "step 3/" in before
+    assert "left" not in after
+    assert all(duration(seconds) in after for seconds in (90.0, 2.0))
+    assert "due since step 2" in after
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_containers_signal_stops_the_run(elsewhere: RunDirectory, signum: signal.Signals) -> None:
-    """And it is followed to its end."""
-    follower = followed(elsewhere, "owner")
-    follower.send_signal(signum)
+    """And it is followed to its end, also if it cannot be passed on at first."""
+    elsewhere.control_dir.rmdir()
+    elsewhere.control_dir.write_text("in the way")
+    follower = Follower(elsewhere, "owner")
+    follower.process.send_signal(signum)
+    assert any("asked to stop" in line for line in follower.lines())
+    elsewhere.control_dir.unlink()
     wait_until(lambda: state.details(elsewhere, "stop"))
     asked = state.details(elsewhere, "stop")
     assert asked is not None
     assert asked.reason == f"so-tui received {signum.name}"
-    assert follower.poll() is None
-    recorded(elsewhere, "stopped")
-    assert follower.wait(timeout=LIMIT_S) == 4
+    assert follower.process.poll() is None
+    change_state(elsewhere, state="stopped")
+    assert follower.status() == 4
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
 def test_lost_terminal_or_watcher_does_not_affect_the_run(
     elsewhere: RunDirectory, who: str, signum: signal.Signals
 ) -> None:
-    follower = followed(elsewhere, who)
-    follower.send_signal(signum)
-    assert follower.wait(timeout=LIMIT_S) == -signum
+    follower = Follower(elsewhere, who)
+    follower.process.send_signal(signum)
+    assert follower.status() == -signum
     assert not state.pending(elsewhere)
-
-
-def test_signal_is_passed_on_later(elsewhere: RunDirectory) -> None:
-    elsewhere.control_dir.rmdir()
-    elsewhere.control_dir.write_text("in the way")
-    follower = followed(elsewhere, "owner")
-    assert follower.stdout is not None
-    follower.send_signal(signal.SIGUSR1)
-    while "asked to stop" not in (line := follower.stdout.readline()):
-        assert line, "it has ended"
-    elsewhere.control_dir.unlink()
-    wait_until(lambda: state.pending(elsewhere) == {"stop"})
-    write_state(elsewhere, replace(read_state(elsewhere), state="stopped"))
-    assert follower.wait(timeout=LIMIT_S) == 4
 
 
 def test_follower_outlives_a_file_system_that_is_away(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a container or a batch script, what it ends with it is the run."""
-    polls, poll = 0, RunReader.poll
+    polls, poll = iter(range(1, 100)), RunReader.poll
 
     def away_at_times(reader: RunReader, **limits: Any) -> Any:
-        nonlocal polls
-        polls += 1
-        if polls in (2, 3):
+        number = next(polls)
+        if number in (2, 3):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(elsewhere.metrics_dir))
-        if polls == 4:
-            write_state(elsewhere, replace(read_state(elsewhere), state="finished"))
+        if number == 4:
+            change_state(elsewhere, state="finished")
         return poll(reader, **limits)
 
     monkeypatch.setattr(RunReader, "poll", away_at_times)
@@ -146,3 +131,25 @@ def test_unreadable_run_is_not_followed(
     monkeypatch.setattr(RunReader, "poll", closed)
     with pytest.raises(PermissionError):
         follow.follow(elsewhere, owner=False)
+
+
+def test_stop_waits_and_says_it_cannot_know(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lifecycle, "_AFTER_KILL_S", 0.5)
+    told = [("run-may-be-live", "run", elsewhere.name)]
+    assert problems_of("stop", elsewhere.name, "--grace", "0") == told
+    assert "another" in capsys.readouterr().out
+    assert (elsewhere.control_dir / "stop").exists()
+    assert read_state(elsewhere).state == "training"
+    assert problems_of("resume", elsewhere.name, "--detach") == told
+
+
+@pytest.mark.parametrize(("options", "code"), [("", 1), ("--assume-dead", 0)])
+def test_run_is_lost_if_its_host_is_silent_or_the_user_says_so(
+    options: str, code: int, elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    if not options:
+        monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
+    assert call(f"stop {options}", elsewhere.name).code == code
+    assert read_state(elsewhere).state == ended_state(elsewhere).state == "lost"

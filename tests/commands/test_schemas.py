@@ -1,4 +1,5 @@
-"""The published schemas of ``--json`` are current, and real output agrees with them.
+"""What is generated from the commands is current: the schemas of ``--json``, with which real output
+agrees, and the manual page, with which formatters of such pages find no fault.
 
 The commands that train, measure or ask a helper process are checked where they run anyway
 (``tests.support.schemas``).
@@ -8,33 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
+from docs.make_man import PAGE, page
 from docs.make_schemas import FOLDER, schema_text, schemas
-from so_tui.cli import main
 from so_tui.launch.slurm.script import Site, _builtin_sites
+from tests.support.commands import Call
 from tests.support.make_run import write_run
 from tests.support.schemas import valid
-
-PRINTED = [
-    ("inspect", ["inspect"]),
-    ("inspect", ["machines", "gh200-quad-120"]),
-    ("machines", ["machines"]),
-    ("doctor", ["doctor"]),
-    ("doctor", ["doctor", "qwen3-14b", "--machine", "gh200-480"]),
-    ("presets", ["presets"]),
-    ("preset", ["presets", "qwen3-30b-a3b"]),
-    ("run-dry-run", ["run", "tiny", "--dry-run"]),
-    ("run-dry-run", ["run", "qwen3-14b", "--dry-run", "--machine", "gh200-480"]),
-    ("plan", ["plan", "--machine", "gh200-quad-120"]),
-    ("plan", ["plan", "tiny"]),
-    ("plan", ["plan", "llama-3.3-70b", "--machine", "gh200-120"]),
-    ("plan", ["plan", "llama-3.3-70b", "--machine", "gh200-120", "--as-given"]),
-]
 
 
 @pytest.mark.repository
@@ -43,64 +31,85 @@ def test_the_schemas_are_current() -> None:
     assert published == {name: schema_text(schema) for name, schema in schemas().items()}, (
         "run: python docs/make_schemas.py"
     )
-
-
-@pytest.mark.parametrize("name", schemas())
-def test_each_is_a_schema(name: str) -> None:
-    Draft202012Validator.check_schema(schemas()[name])
-
-
-@pytest.mark.parametrize(("name", "argv"), PRINTED, ids=[" ".join(argv) for _, argv in PRINTED])
-def test_real_output_agrees(name: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    main([*argv, "--json"])
-    valid(name, capsys.readouterr().out)
-
-
-def test_runs_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path, steps=3)
-    main(["runs", "--json", "--runs-dir", str(tmp_path)])
-    (listed,) = valid("runs", capsys.readouterr().out)["runs"]
-    assert listed["name"] == run.name
-
-
-def test_other_output_does_not_agree() -> None:
-    run = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1}
-    run |= {"started": 1, "attempts": 1, "reason": ""}
-    valid("runs", json.dumps({"runs": [run]}))
-    for wrong in (
-        {**run, "state": "gone"},
-        {**run, "steps": 1},
-        {**run, "results": {"loss": "none"}},
-        {"name": "a"},
-    ):
-        with pytest.raises(ValidationError):
-            valid("runs", json.dumps({"runs": [wrong]}))
+    for schema in schemas().values():
+        Draft202012Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize(
-    "profile", sorted(_builtin_sites().glob("*.toml")), ids=lambda path: path.stem
+    ("name", "line"),
+    [
+        ("inspect", "inspect"),
+        ("inspect", "machines gh200-quad-120"),
+        ("machines", "machines"),
+        ("doctor", "doctor"),
+        ("doctor", "doctor qwen3-14b --machine gh200-480"),
+        ("presets", "presets"),
+        ("preset", "presets qwen3-30b-a3b"),
+        ("run-dry-run", "run tiny --dry-run"),
+        ("run-dry-run", "run qwen3-14b --dry-run --machine gh200-480"),
+        ("plan", "plan --machine gh200-quad-120"),
+        ("plan", "plan tiny"),
+        ("plan", "plan llama-3.3-70b --machine gh200-120"),
+        ("plan", "plan llama-3.3-70b --machine gh200-120 --as-given"),
+        ("runs", "runs --runs-dir ."),
+    ],
 )
-def test_site_profiles_agree(profile: Path) -> None:
-    valid("site-profile", json.dumps(tomllib.loads(profile.read_text())))
+def test_real_output_agrees(
+    name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    if name == "runs":
+        write_run(tmp_path, steps=3)
+        monkeypatch.chdir(tmp_path)
+    valid(name, call(f"{line} --json").out)
 
 
-def test_the_documented_site_profile_has_every_key() -> None:
-    page = (FOLDER.parent / "cluster.md").read_text()
-    (example,) = re.findall(r"```toml\n(title = \"Our cluster\".*?)```", page, re.DOTALL)
-    keys = valid("site-profile", json.dumps(tomllib.loads(example))).keys()
-    assert {*Site.__struct_fields__} - keys == {"source"}
+RUN = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1}
+RUN |= {"started": 1, "attempts": 1, "reason": ""}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"heading": "x"},
-        {"poll_s": 0},
-        {"options": ["--x y\nz"]},
-        {"partitions": {"gh": {"time_limit": "soon"}}},
+        {"runs": [RUN | {"state": "gone"}]},
+        {"runs": [RUN | {"steps": 1}]},
+        {"runs": [RUN | {"results": {"loss": "none"}}]},
+        {"runs": [{"name": "a"}]},
+        {"title": "x", "heading": "x"},
+        {"title": "x", "poll_s": 0},
+        {"title": "x", "options": ["--x y\nz"]},
+        {"title": "x", "partitions": {"gh": {"time_limit": "soon"}}},
     ],
 )
-def test_a_wrong_site_profile_does_not_agree(wrong: dict[str, object]) -> None:
-    valid("site-profile", json.dumps({"title": "x"}))
+def test_other_output_and_a_wrong_site_profile_do_not_agree(wrong: dict[str, object]) -> None:
+    name, right = ("runs", {"runs": [RUN]}) if "runs" in wrong else ("site-profile", {"title": "x"})
+    valid(name, json.dumps(right))
     with pytest.raises(ValidationError):
-        valid("site-profile", json.dumps({"title": "x", **wrong}))
+        valid(name, json.dumps(wrong))
+
+
+def test_site_profiles_agree_and_the_documented_one_has_every_key() -> None:
+    text = (FOLDER.parent / "cluster.md").read_text()
+    (example,) = re.findall(r"```toml\n(title = \"Our cluster\".*?)```", text, re.DOTALL)
+    keys = valid("site-profile", json.dumps(tomllib.loads(example))).keys()
+    assert {*Site.__struct_fields__} - keys == {"source"}
+    for profile in _builtin_sites().glob("*.toml"):
+        valid("site-profile", json.dumps(tomllib.loads(profile.read_text())))
+
+
+@pytest.mark.repository
+def test_the_manual_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run: python docs/make_man.py"
+
+
+@pytest.mark.parametrize("command", ["groff -man -ww -Tascii -P-cbou", "mandoc -T lint -W warning"])
+def test_formatters_find_no_fault_in_the_manual_page(command: str) -> None:
+    program, *options = command.split()
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    argv = [program, *options, str(PAGE)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    if program == "groff":
+        assert "so-tui run [options] PRESET|FILE" in done.stdout
+        assert (done.stderr, "--dry-run" in done.stdout) == ("", True)
+    else:  # a date would need to be renewed
+        assert [line for line in done.stdout.splitlines() if "missing date" not in line] == []

@@ -1,52 +1,71 @@
-"""The Configure screen: fields, the plan beside them, and presets that are saved from it."""
+"""Configure: its fields, what other values would do, the plan, and presets that are saved."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual import events
-from textual.widgets import Button, Input, Static
+from textual.app import App, ComposeResult
+from textual.css.stylesheet import Stylesheet
+from textual.dom import DOMNode
+from textual.widget import Widget
+from textual.widgets import Button, Input, Select, Static
 
 from so_tui.plan.plan import Launch
-from so_tui.ui.configure.form import FieldRow
-from so_tui.ui.configure.screen import ConfigureScreen
+from so_tui.spec import find_preset, with_values
+from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
+from so_tui.ui.configure.plan_pane import WhatIf, _figures
+from so_tui.ui.configure.screen import ConfigureScreen, _changes_title
+from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, strips_for
+from so_tui.ui.widgets import FindField
+from tests.support.make_run import plan_for, quad_machine, write_run
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+def titled(ui: Driver, text: str) -> Callable[[], bool]:
+    return lambda: text in ui.shown("#form-title")
+
+
+def note_of(row: FieldRow) -> str:
+    return str(row.query_one(".field-note", Static).content)
 
 
 async def test_a_wrong_field_is_marked_and_nothing_is_launched(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Launch] = []
+
+    def about() -> str:
+        return ui.shown("#about").replace("\n", " ")
+
+    monkeypatch.setattr(
+        "so_tui.ui.preset_actions.ask_to_launch", lambda _, launch: asked.append(launch)
+    )
     async with opened(runs_dir) as ui:
-        monkeypatch.setattr(
-            "so_tui.ui.preset_actions.ask_to_launch", lambda app, launch: asked.append(launch)
-        )
         await ui.configure()
         assert ui.find("#field-slurm-partition", FieldRow).disabled
-        assert not [
-            row
-            for row in ui.screen.query(FieldRow)
-            if row.path.startswith("slurm.") and row.path != "slurm.partition"
-        ]
+        slurm = [row.path for row in ui.screen.query(FieldRow) if row.path.startswith("slurm.")]
+        assert slurm == ["slurm.partition"]
         await ui.press("slash")
         prompt = ui.find("#find", Input)
         await ui.until(lambda: len(prompt.placeholder) < prompt.content_size.width)  # it is not cut
         await ui.press("escape")
         row = await ui.edit("train.learning_rate", "abc")
         await ui.until(lambda: row.has_class("-wrong"))
-        assert "not launched" not in ui.shown("#about")
         await ui.press("f5")
-        await ui.until(lambda: "not launched" in ui.shown("#about"))
-        assert "train.learning_rate" in ui.shown("#about")
+        await ui.until(lambda: re.search("not launched.*train.learning_rate", about()))
         assert not ui.notes()
         await ui.type_text("1e-5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong"))
-        assert "not launched" not in ui.shown("#about")
+        assert "not launched" not in about()
         await ui.press("escape", "u", "y")
         button = ui.find("#launch", Button)
         assert not button.disabled
@@ -58,7 +77,7 @@ async def test_a_wrong_field_is_marked_and_nothing_is_launched(
         await ui.type_text("0.5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
         assert row.has_class("-changed")
-        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
+        assert "was 0.9" in note_of(row)
         gpus = await ui.edit("gpus", "9")
         await ui.until(lambda: button.disabled)
         assert gpus.has_class("-wrong"), "there are four"
@@ -78,13 +97,8 @@ async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -
         await ui.press("tab")
         field = ui.app.focused
         assert isinstance(field, Input)
-        for key, character in [("backspace", "\x7f")] * 4 + [
-            ("3", "3"),
-            ("4", "4"),
-            ("left", ""),
-            ("1", "1"),
-        ]:
-            ui.app.post_message(events.Key(key, character or None))
+        for key in [*4 * ["backspace"], "3", "4", "left", "1"]:
+            ui.app.post_message(events.Key(key, key if key.isdigit() else None))
         await ui.until(lambda: field.value == "314")
         await ui.press("tab", "tab")
         third = ui.app.focused
@@ -97,39 +111,14 @@ async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
         row = await ui.edit("data.split", "other")
-        note = row.query_one(".field-note", Static)
-        await ui.until(lambda: row.has_class("-changed") and "was" in str(note.content))
+        await ui.until(lambda: row.has_class("-changed") and "was" in note_of(row))
         await ui.type_text("train", replace=True)
         await ui.until(lambda: not row.has_class("-changed"))
-        assert not str(note.content), "as before: there is nothing to say of it"
+        assert not note_of(row), "as before: there is nothing to say of it"
         await ui.press("escape")
-        boxes = set(re.findall("▐(.)▌ +(yes|no)", ui.text()))
         ui.find("#field-data-packing", FieldRow).focus_control()
         await ui.press("space")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
-        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
-
-
-async def test_edits_survive_screens_and_become_a_preset(runs_dir: Path, tmp_path: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        await ui.edit("train.learning_rate", "2e-4")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
-        await ui.press("escape", "5", "2")
-        assert "1 change" in ui.shown("#form-title")
-        await ui.press("equals_sign")
-        assert "train.learning_rate" in ui.text()
-        await ui.press("escape", "ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("my-tiny", replace=True)
-        await ui.press("enter")
-        saved = tmp_path / "config" / "so-tui" / "presets" / "my-tiny.toml"
-        await ui.until(saved.exists)
-        assert "learning_rate = 0.0002" in saved.read_text()
-        assert 'extends = "tiny"' in saved.read_text()
-        await ui.until(lambda: "preset my-tiny, no changes" in ui.shown("#form-title"))
-        await ui.press("q")
-        await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
+        await ui.until(titled(ui, "1 change"))
 
 
 async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) -> None:
@@ -138,35 +127,38 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         table.move_cursor(row=table.get_row_index("phi-4"), column=0)
         await ui.press("enter")
         await ui.until(titled(ui, "preset phi-4, no changes"))
-        assert "recommended for this machine: " in ui.shown("#form-title")
+        assert titled(ui, "recommended for this machine: ")()
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
-        assert "★ preset: 0.9" in str(row.query_one(".field-note", Static).content)
+        assert "★ preset: 0.9" in note_of(row)
         assert not row.has_class("-changed")
         await ui.edit("offload.ratio", "0.55")
         await ui.until(titled(ui, "1 change"))
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
-        await ui.until(lambda: "was" not in str(row.query_one(".field-note", Static).content))
+        await ui.until(lambda: "was" not in note_of(row))
         await ui.press("u", "y")
-        await ui.until(lambda: "recommended" not in ui.shown("#form-title"))
+        await ui.until(lambda: not titled(ui, "recommended")())
         assert row.query_one(Input).value == "0.9"
         await ui.press("q")
         await ui.until(lambda: not ui.app.is_running)
 
 
-def said(ui: Driver, text: str) -> Callable[[], bool]:
-    return lambda: text in ui.shown("#said")
+async def save_as(ui: Driver, name: str) -> None:
+    """Press ^s unless it is asked already, and enter a name."""
+    if not ui.screen.query("#said"):
+        await ui.press("ctrl+s")
+        await ui.until(lambda: ui.screen.query("#said"))
+    await ui.type_text(name, replace=True)
+    await ui.press("enter")
 
 
-def titled(ui: Driver, text: str) -> Callable[[], bool]:
-    return lambda: text in ui.shown("#form-title")
-
-
-async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Path) -> None:
+async def test_edits_survive_screens_and_overwrite_no_preset_unasked(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
-    taken = folder / "taken.toml"
+    taken, new = folder / "taken.toml", folder / "my-tiny.toml"
     before = 'name = "taken"\nextends = "tiny"\n'
     taken.write_text(before)
     async with opened(runs_dir) as ui:
@@ -178,28 +170,38 @@ async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Pat
             await ui.until(titled(ui, f"preset {preset}, no changes"))
             await ui.edit("train.learning_rate", rate)
             await ui.until(titled(ui, "1 change"))
-        await ui.press("ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.press("escape", "5", "2")
+        assert titled(ui, "1 change")()
+        await ui.press("equals_sign")
+        assert "train.learning_rate" in ui.text()
+        await ui.press("escape")
         for name, answer in (("tiny", "is a built-in preset"), ("my_ x", "is not a valid name")):
-            await ui.type_text(name, replace=True)
-            await ui.press("enter")
-            await ui.until(said(ui, answer))
+            await save_as(ui, name)
+            await ui.until(lambda: answer in ui.shown("#said"))  # noqa: B023 - called at once
             assert ui.find("Input", Input).value == name, "what was typed stays"
-        await ui.type_text("taken", replace=True)
-        await ui.press("enter")
+        await save_as(ui, "taken")
         await ui.until(lambda: "Replace your preset taken?" in ui.text())
         await ui.press("enter")  # the default keeps what is there
         await ui.until(lambda: ui.screen is form)
-        assert "1 change" in ui.shown("#form-title")
-        assert taken.read_text() == before
-        assert not (folder / "tiny.toml").exists()
-        await ui.press("ctrl+s")
-        await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("taken", replace=True)
-        await ui.press("enter", "y")
+        assert titled(ui, "1 change")()
+        assert (taken.read_text(), [*folder.iterdir()]) == (before, [taken])
+        await save_as(ui, "taken")
+        await ui.press("y")
         await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
         # What was typed over it before is gone as well.
         await ui.until(titled(ui, "preset taken, no changes"))
+        form.edit("tiny")
+        await ui.until(titled(ui, "preset tiny, no changes"))
+        await ui.edit("train.learning_rate", "3e-4")
+        await ui.press("escape")
+        await save_as(ui, "my-tiny")
+        await ui.until(new.exists)
+        assert all(
+            line in new.read_text() for line in ("learning_rate = 0.0003", 'extends = "tiny"')
+        )
+        await ui.until(titled(ui, "preset my-tiny, no changes"))
+        await ui.press("q")
+        await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
 
 
 async def test_the_plan_follows_the_width_and_its_command_is_copied(
@@ -224,3 +226,258 @@ async def test_the_plan_follows_the_width_and_its_command_is_copied(
         await ui.press("y")
         assert "--include localhost:0" in copied[0]
         assert copied[0] in ui.shown("#plan-text")
+
+
+# The form: its fields, their descriptions, and what other values would do.
+
+
+def focused_row(ui: Driver) -> str:
+    return next((row.path for row in ui.screen.query(FieldRow) if row.has_focus_within), "")
+
+
+def reached(ui: Driver, path: str) -> bool:
+    return focused_row(ui) == path
+
+
+def row_of(ui: Driver, path: str) -> FieldRow:
+    return ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+
+
+class Boxes(App[None]):
+    """One box that begins off, and one that begins on."""
+
+    def compose(self) -> ComposeResult:
+        yield _Tick("no", False, compact=True)
+        yield _Tick("yes", True, compact=True)
+
+
+async def test_a_box_has_a_mark_only_while_it_is_on() -> None:
+    async with Boxes().run_test() as pilot:
+        await pilot.pause()
+        lines = [strip.text for strip in pilot.app.screen._compositor.render_strips(pilot.app.size)]
+        assert re.findall("▐(.)▌ +(yes|no)", "\n".join(lines)) == [(" ", "no"), ("X", "yes")]
+
+
+async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Path) -> None:
+    async with opened(runs_dir, (80, 24)) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        paths = [row.path for row in form.rows]
+        for path in paths:
+            await ui.press("down")
+            await ui.until(partial(reached, ui, path))
+            row = row_of(ui, path)
+            # A longer description takes rows from the fields, once it is laid out.
+            await ui.until(
+                lambda: form.fields.region.contains_region(row.region)  # noqa: B023 - called at once
+            )
+            assert path in ui.shown("#about")
+            control = ui.app.focused
+            if isinstance(control, Input):
+                assert control.selected_text == control.value
+            elif isinstance(control, Select):
+                assert not control.expanded
+        await ui.press("down")
+        assert focused_row(ui) == paths[-1]
+        await ui.press("up")
+        await ui.until(lambda: focused_row(ui) == paths[-2])
+        await ui.press("escape")
+        page = ui.screen
+        assert isinstance(page, ConfigureScreen)
+        page.edit("qwen3-14b")
+        await ui.until(lambda: "preset qwen3-14b" in ui.shown("#form-title"))
+        strips = ui.find("WhatIf", WhatIf)
+        await ui.until(lambda: [strip.path for strip in strips.strips] == [RATIO, CORES])
+        before = strips.strips[0].present
+        await ui.press("k")
+        await ui.until(lambda: strips.has_focus)
+        await ui.until(lambda: "left and right step the value" in ui.text())
+        await ui.press("left")
+        await ui.until(lambda: strips.strips and strips.strips[0].present < before)
+        await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
+        assert ui.app.unsaved()["qwen3-14b"] >= 1
+
+
+async def test_a_field_is_stepped_styled_found_and_described(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    styled: set[DOMNode] = set()
+    apply = Stylesheet.apply
+
+    def noted(sheet: Stylesheet, node: DOMNode, **options: Any) -> None:
+        styled.add(node)
+        apply(sheet, node, **options)
+
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        await ui.press("down")
+        in_form, left = form.styles.border_top, focused_row(ui)
+        with monkeypatch.context() as patched:
+            patched.setattr(Stylesheet, "apply", noted)
+            await ui.press("down")
+        nodes = {above for node in styled for above in node.ancestors_with_self}
+        rows = {row.path for row in nodes if isinstance(row, FieldRow)}
+        assert rows == {left, focused_row(ui)}, "and not the whole form"
+        assert form.styles.border_top == in_form
+        await ui.press("escape")
+        assert form.styles.border_top != in_form, "a panel without the focus looks so"
+        await ui.until(lambda: "fits" in ui.shown("#verdict"))
+        row = row_of(ui, "offload.cpu_adam_cores_fraction")
+        note = row.query_one(".field-note", Static)
+        row.show_status(was=None, preset="0.9", problem="", note="Adam 64, main 8 on each")
+        assert str(note.content) == "★ preset: 0.9"
+        row.focus_control()
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9 · Adam 64, main 8 on each")
+        await ui.press("escape")
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9")
+        row = row_of(ui, "train.micro_batch")
+        steppers = row.query(_Stepper)
+        row.scroll_visible(animate=False)
+        await ui.pilot.pause()
+        assert not any(stepper.region for stepper in steppers), "only on the selected field"
+        await ui.pilot.click(row.query_one(".field-name"))
+        await ui.until(lambda: row.has_focus_within and all(part.region for part in steppers))
+        number = row.query_one(Input)
+        before = int(number.value)
+        for stepper in (1, 1, 0):  # more, more, less
+            await ui.pilot.click(steppers[stepper])
+        assert int(number.value) == before * 2
+        await ui.press("shift+down")
+        assert int(number.value) == before
+        assert row.has_focus_within
+        assert not ui.app.unsaved()
+        number.value = "4,096"
+        await ui.pilot.click(steppers[1])
+        assert number.value == "4,096", "the limit"
+        for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
+            row = row_of(ui, path)
+            long = "a note that is longer than what is left of the row beside it"
+            row.show_status(was="a value of before", problem="", note=long)
+            row.focus_control()
+            await ui.until(partial(reached, ui, path))
+            note = row.query_one(".field-note", Static)
+            await ui.until(lambda: note.content_region.area >= len(str(note.render())))  # noqa: B023 - called at once
+            assert form.fields.region.contains_region(row.region)
+        await ui.press("escape", "u", "y")
+        await ui.press("slash")
+        await ui.type_text("learning rate")
+        await ui.until(lambda: 1 <= len(form.rows) <= 8)
+        assert "Batch" not in ui.text()
+        await ui.press("enter")
+        await ui.until(lambda: focused_row(ui) == "train.learning_rate")
+        assert len(form.rows) > 10
+        await ui.until(lambda: "train.learning_rate" in ui.shown("#about"))
+        await ui.type_text("fast", replace=True)
+        await ui.until(lambda: "✗ train.learning_rate" in ui.shown("#about"))
+        await ui.press("escape", "slash")
+        await ui.type_text("steps")
+        await ui.press("enter")
+        await ui.until(lambda: focused_row(ui) == LENGTH)
+        await ui.press("escape", "slash")
+        await ui.type_text("nothing is called so")
+        await ui.until(lambda: not form.rows)
+        await ui.press("escape")
+        assert len(form.rows) > 10
+
+
+async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
+    write_run(runs_dir, steps=5, seconds_of_samples=1, state="finished")
+    async with opened(runs_dir, (80, 24)) as ui:
+        await ui.presets()
+        for key, selector in (("1", "#table"), ("2", "#form"), ("4", "#table")):
+            await ui.press(key)
+            await ui.until(lambda: ui.screen.query(selector))  # noqa: B023 - called at once
+            rows = ui.find(selector, Widget)
+            await ui.until(lambda: rows.region.width > 0)  # noqa: B023 - called at once
+            before = rows.region
+            await ui.press("slash")
+            await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
+            await ui.until(lambda: rows.region != before)  # noqa: B023 - called at once
+            after = rows.region
+            assert (after.x, after.width) == (before.x, before.width)
+            assert after.y - before.y <= 1, "nothing is blank above it where rows are few"
+            await ui.press("escape")
+
+
+def test_strips_say_what_other_values_cost() -> None:
+    quad = quad_machine()
+    plan = plan_for(quad, "qwen3-14b", 4, 100)
+    strips = strips_for(plan, quad)
+    assert strips is not None
+    ratio, cores = strips
+    assert (ratio.path, ratio.present, cores.path) == (RATIO, plan.ratio, CORES)
+    assert ratio.choices[ratio.at].plan.step_s == pytest.approx(plan.step_s)
+    values = [choice.value for choice in ratio.choices]
+    assert values == sorted(values)
+    # With nothing offloaded, the plan saves memory elsewhere to make it fit.
+    gpu = [choice.plan.gpu_bytes or 0 for choice in ratio.choices[1:]]
+    assert gpu == sorted(gpu, reverse=True), "more offloaded, less on the GPU"
+    assert (ratio.stepped(1), ratio.stepped(-1)) == (0.2, 0.1)
+    assert Strip(RATIO, ratio.choices, 1.0).stepped(1) is None
+    assert strips_for(plan, quad, lambda: True) is None
+    assert "host" in _figures(ratio.choices[ratio.at], 80).plain
+    assert _figures(ratio.choices[ratio.at], 46).cell_length <= 46
+
+
+# What counts as a change: what differs from what was opened or recommended.
+
+TINY = find_preset("tiny").spec
+
+
+def opened_with(**recommended: str) -> Draft:
+    draft = Draft(TINY)
+    wanted = {path.replace("__", "."): text for path, text in recommended.items()}
+    draft.recommend(with_values(TINY, wanted), "this machine")
+    return draft
+
+
+def test_changes_are_counted_from_what_was_recommended() -> None:
+    draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
+    offload = with_values(draft.base, draft.edits).offload
+    assert (offload.ratio, offload.states) == (0.25, "bf16-moments")
+    assert (draft.changes, draft.was("offload.ratio")) == ([], None)
+    draft.enter("offload.ratio", draft.base_values["offload.ratio"])
+    assert draft.changes == ["offload.ratio"], "also back to the preset's own value"
+    assert draft.was("offload.ratio") == "0.25"
+    draft.enter("train.learning_rate", "0.123")
+    for text in ("0.25", "0.250"):
+        draft.enter("offload.ratio", text)
+        assert draft.changes == ["train.learning_rate"]
+
+
+def test_a_new_recommendation_keeps_what_was_typed() -> None:
+    draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
+    draft.enter("train.learning_rate", "0.123")
+    draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "this machine")
+    assert (draft.recommended, draft.changes) == ({"offload.ratio": "0.5"}, ["train.learning_rate"])
+    kept = [draft.values[path] for path in ("train.learning_rate", "offload.states")]
+    assert kept == ["0.123", "fp32"]
+
+
+def test_another_way_to_write_a_number_is_no_change() -> None:
+    draft = opened_with()
+    before = draft.base_values["data.sequence_length"]
+    for text, changes in (("128", ["data.sequence_length"]), (f"{int(before):,}", [])):
+        draft.enter("data.sequence_length", text)
+        assert draft.changes == changes
+
+
+def test_the_title_cuts_no_word() -> None:
+    draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
+    titles = {width: _changes_title(draft, width).plain for width in range(50, 121)}
+    assert all(len(text) <= width for width, text in titles.items())
+    assert list(dict.fromkeys(text.partition(", no changes")[2] for text in titles.values())) == [
+        "",
+        "   ★ 2 recommended",
+        "   ★ recommended for this machine: offload ratio and 1 more",
+        "   ★ recommended for this machine: offload ratio, Adam moments",
+    ]
+
+
+def test_the_title_names_the_machine_of_a_recommendation() -> None:
+    draft = opened_with(offload__ratio="0.25")
+    draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
+    for shown in (draft, replace(draft, base=TINY)):  # nothing else was recommended since
+        title = _changes_title(shown, 120).plain
+        assert "recommended for gh200-480: offload ratio" in title

@@ -57,21 +57,10 @@ def done(screen: DataPreviewScreen) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
-async def test_data_is_shown_as_the_model_sees_it(runs_dir: Path, asked: list[int]) -> None:
+async def test_more_rows_are_read_and_it_is_left_by_mouse(runs_dir: Path, asked: list[int]) -> None:
     async with opened(runs_dir) as ui:
         screen = await look(ui)
         await ui.until(lambda: done(screen))
-        text = ui.text()
-        for part in (
-            "355 are trained on",
-            "% full",
-            "documents by length",
-            "do not see each other",
-            "what is trained",
-            "row 1",
-            "<|eos|>",
-        ):
-            assert part in text
         assert len(screen.query(".preview-row")) == FIRST_ROWS
         await ui.pilot.click("#more")
         await ui.until(lambda: len(asked) == 2 and done(screen))
@@ -85,10 +74,9 @@ async def test_the_helper_ends_on_leaving_and_names_errors(runs_dir: Path, tmp_p
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
     async with opened(runs_dir) as ui:
         screen = await look(ui)
-        cancel = screen._cancel
-        assert cancel is not None
-        await ui.until(lambda: cancel._process is not None)
-        process = cancel._process
+        await ui.until(lambda: screen._cancel is not None and screen._cancel._process)
+        assert screen._cancel is not None
+        process = screen._cancel._process
         assert process is not None
         await ui.press("escape")
         await ui.until(lambda: process.poll() is not None, SLOW_S / 2)
@@ -97,8 +85,7 @@ async def test_the_helper_ends_on_leaving_and_names_errors(runs_dir: Path, tmp_p
         assert "esc cancels" in ui.text()
         await ui.until(lambda: done(screen), SLOW_S)
         text = " ".join(ui.text().split())
-        for part in ("✗", "bad.jsonl, row 1", "column output"):
-            assert part in text
+        assert [part in text for part in ("✗", "bad.jsonl, row 1", "column output")] == 3 * [True]
 
 
 @pytest.mark.usefixtures("asked")
@@ -107,11 +94,8 @@ async def test_without_colour_what_is_trained_stands_between_marks(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with opened(runs_dir, (80, 24)) as ui:
-        assert ui.app.no_color
         screen = await look(ui)
         await ui.until(lambda: done(screen))
-        assert any(
-            "«git fetch" in str(row.content) for row in screen.query(".preview-row").results(Static)
-        )
-        assert "«" in _legend(marks=True).plain
-        assert "«" not in _legend(marks=False).plain
+        rows = [str(row.content) for row in screen.query(".preview-row").results(Static)]
+        assert any("«git fetch" in row for row in rows)
+        assert ["«" in _legend(marks=marks).plain for marks in (True, False)] == [True, False]

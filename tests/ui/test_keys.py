@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from textual import events
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Button, Input, OptionList, Tooltip
 
+from so_tui import ui as package
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import EvaluationRecord
+from so_tui.settings import ScreenSettings, Settings
 from so_tui.ui.app import _key_groups
+from so_tui.ui.chart_metrics import ChartLayout
+from so_tui.ui.configure.form import _Choice
+from so_tui.ui.configure.plan_pane import WhatIf
+from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
+from so_tui.ui.dashboard.panels import LogPanel
+from so_tui.ui.data_preview import DataPreviewScreen
+from so_tui.ui.dialogs import AskText, KeysHelp, Notice, Question, SettingsDialog
+from so_tui.ui.machine.validation import ValidationScreen
+from so_tui.ui.runs.table import RunTable
+from so_tui.ui.textual_fixes import Entry
 from tests.support.make_run import write_run
-from tests.support.screen import opened
+from tests.support.records import append_records
+from tests.support.screen import Driver, opened, rows_of
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
 MULTIPLEXERS = {"ctrl+b", "ctrl+a", "ctrl+enter"}
 
 
+def commands(ui: Driver) -> dict[str, str]:
+    """Return title and help of every command of the palette."""
+    return {found.title: found.help for found in ui.app.get_system_commands(ui.screen)}
+
+
 async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run, shows="training") as ui:
-        names = {command.title for command in ui.app.get_system_commands(ui.screen)}
         listed = "Stop,Save now,Axis,Zoom,Inspect,Maximise,Search,Quit,Go to Presets,Help,Theme"
-        assert set(listed.split(",")) <= names
+        assert set(listed.split(",")) <= commands(ui).keys()
+        assert commands(ui)["Go to Runs"] == "key 4", "its title says the rest"
         await ui.press("ctrl+p")
         await ui.until(lambda: "Save now" in ui.text())
         await ui.press("escape", "question_mark")
-        text = ui.text()
-        for word in ("what it is for", "Stop", "This screen"):
-            assert word in text, word
+        assert re.search("what it is for(.|\n)*This screen", ui.text())
         await ui.press("end")
         await ui.until(lambda: "Everywhere" in ui.text())
         await ui.press("escape", "1")
         await ui.presets()
-        assert {"Launch", "Filter"} <= {
-            command.title for command in ui.app.get_system_commands(ui.screen)
-        }
+        assert {"Launch", "Filter"} <= commands(ui).keys()
 
 
 async def test_help_key_line_and_mouse_name_what_a_screen_is_for(runs_dir: Path) -> None:
@@ -43,12 +69,6 @@ async def test_help_key_line_and_mouse_name_what_a_screen_is_for(runs_dir: Path)
         names = [name for _, name, _ in dict(_key_groups(ui.screen))["This screen"]]
         assert names[0] == "Launch"
         assert names[-3:] == ["Larger panel", "Smaller panel", "Reset sizes"]
-        (to_runs,) = (
-            command
-            for command in ui.app.get_system_commands(ui.screen)
-            if command.title == "Go to Runs"
-        )
-        assert to_runs.help == "key 4", "its title says the rest"
         await ui.press("tab")
         keys = "esc Leave the field F5 Launch ^s Save ^p commands"
         assert " ".join(ui.key_line.split()) == keys
@@ -58,10 +78,9 @@ async def test_help_key_line_and_mouse_name_what_a_screen_is_for(runs_dir: Path)
         assert " ".join(ui.key_line.split()) == "enter Go there esc Clear F5 Launch ^p commands"
         await ui.press("escape")
         tabs = ui.lines()[1]
-        await ui.pilot.click(offset=(tabs.index("4 Runs") + 2, 1))
-        await ui.until(lambda: ui.app.current_mode == "runs")
-        await ui.pilot.click(offset=(tabs.index("Presets") + 2, 1))
-        await ui.until(lambda: ui.app.current_mode == "presets")
+        for text, mode in (("4 Runs", "runs"), ("Presets", "presets")):
+            await ui.pilot.click(offset=(tabs.index(text) + 2, 1))
+            await ui.until(lambda: ui.app.current_mode == mode)  # noqa: B023 - called at once
         await ui.pilot.click(offset=(ui.key_line.index("Filter") + 1, 35))
         await ui.until(lambda: ui.screen.query_one("#filter").display)
 
@@ -72,11 +91,10 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
     async with opened(runs_dir, (80, 24)) as ui:
         for number in "12345":
             await ui.press(number)
-            assert "q Quit" in ui.key_line
-            assert "^p commands" in ui.key_line
-            assert not MULTIPLEXERS & set(ui.app._bindings.key_to_bindings)
-            assert not MULTIPLEXERS & set(ui.screen._bindings.key_to_bindings)
-            for key, bindings in ui.screen._bindings.key_to_bindings.items():
+            assert all(words in ui.key_line for words in ("q Quit", "^p commands"))
+            keys = ui.screen._bindings.key_to_bindings
+            assert not MULTIPLEXERS & {*keys, *ui.app._bindings.key_to_bindings}
+            for key, bindings in keys.items():
                 meaning.setdefault(key, set()).update(
                     binding.id if "to_run" in binding.action else binding.action.partition("(")[0]
                     for binding in bindings
@@ -91,3 +109,174 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
         for width in (80, 60, 40):
             await ui.resize(width, 20)
             await ui.until(lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", ui.lines()[1]))
+
+
+# The mouse alone is enough: every dialog closes, and what looks like a control is one.
+
+CHOICES = [(str(number), "") for number in range(50)]
+MANY_LINES = "\n".join(map(str, range(200)))
+DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]] = {
+    AnswersScreen: AnswersScreen,
+    AskText: lambda _: AskText("Ask", "hint", Entry(), yes="Yes", read=str, choices=CHOICES),
+    ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
+    ChooseRuns: lambda _: ChooseRuns((), ()),
+    KeysHelp: lambda _: KeysHelp("Keys", MANY_LINES, []),
+    Notice: lambda _: Notice("Compared", [lambda width: MANY_LINES]),
+    Question: lambda _: Question("Sure?", [MANY_LINES], yes="Yes"),
+    SettingsDialog: lambda _: SettingsDialog(Settings(), ()),
+    ValidationScreen: lambda run: ValidationScreen(run.path),
+}
+READ_FIRST: dict[type[ModalScreen[Any]], str] = {
+    AnswersScreen: ".dialog-title",
+    ValidationScreen: "#report-status",
+}
+"""What dialogs that read something fill then, which moves their buttons."""
+ELSEWHERE = {DataPreviewScreen}
+"""Starts a process; it is closed by mouse in test_data_preview_screen.py."""
+
+
+def test_no_dialog_is_forgotten() -> None:
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    waiting: list[type[ModalScreen[Any]]] = [*ModalScreen.__subclasses__()]
+    for kind in waiting:
+        waiting += kind.__subclasses__()
+        if kind.__module__.startswith(package.__name__) and "compose" in vars(kind):
+            assert kind in DIALOGS.keys() | ELSEWHERE
+
+
+def closing(screen: Screen[Any]) -> list[Button]:
+    """Return the buttons that are named after the key that leaves a dialog."""
+    return [found for found in screen.query(Button) if str(found.label).endswith(("  esc", "  n"))]
+
+
+async def test_a_click_closes_every_dialog(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=3, seconds_of_samples=1, state="finished")
+    async with opened(runs_dir, (80, 24)) as ui:
+        await ui.presets()
+        below = ui.screen
+        for kind, make in DIALOGS.items():
+            await ui.app.push_screen(make(run))
+            await ui.until(lambda: ui.screen is not below and closing(ui.screen))
+            if filled := READ_FIRST.get(kind):
+                await ui.until(partial(ui.shown, filled))
+            button = closing(ui.screen)[0]
+            assert ui.screen.region.contains_region(button.region), kind.__name__
+            assert await ui.pilot.click(button), f"{kind.__name__}: something covers it"
+            await ui.until(lambda: ui.screen is below)
+
+
+async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 50)) as ui:
+        await ui.presets()
+        await ui.press("enter")
+        await ui.until(lambda: ui.screen.query(WhatIf) and ui.find("#what-if", WhatIf).strips)
+        panel = ui.find("#what-if", WhatIf)
+        row = panel.render_line(1).text
+        cell = row.index("1.00") - 3  # the last but one: 0.9
+        await ui.pilot.click(panel, offset=(cell, 1))
+        assert panel.strips[0].present == 0.9
+        await ui.until(lambda: ui.find("#field-offload-ratio Input", Input).value == "0.9")
+        await ui.pilot._post_mouse_events([events.MouseScrollDown], panel, offset=(cell, 1))
+        assert 0.8 <= panel.strips[0].present < 0.9
+        left = (row.index("0.00") + 5, 1)
+        await ui.pilot.mouse_down(panel, offset=(cell, 1))
+        await ui.pilot.hover(panel, offset=left)
+        await ui.pilot.mouse_up(panel, offset=left)
+        assert panel.strips[0].present == 0.0
+
+
+async def test_a_click_on_a_heading_sorts_and_marks_it(runs_dir: Path) -> None:
+    for n, name in enumerate("cab", 1):
+        run = write_run(
+            runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name
+        )
+    evaluated = EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000)
+    append_records(run, evaluated)
+    compact = Settings(screen=ScreenSettings(layout="compact"))
+    async with opened(runs_dir, (200, 50), settings=compact) as ui:
+        await ui.press("4")
+        table = ui.find("#table", RunTable)
+
+        def heading() -> str:
+            return table.render_line(0).text
+
+        async def click(name: str) -> None:
+            at = heading().index(name) + table.gutter.left
+            await ui.pilot.click(table, offset=(at, table.gutter.top))
+
+        def listed() -> str:
+            return "".join(Path(str(key.value)).name for key in table.rows)
+
+        await ui.until(lambda: listed() == "bac")
+        assert "age ▴" in ui.text()
+        await click("name")
+        await ui.until(lambda: listed() == "abc")
+        assert "name ▴" in ui.text()
+        assert "age ▴" not in ui.text()
+        await ui.press("S")
+        await ui.until(lambda: "model ▴" in ui.text())
+        await click("step")
+        await ui.until(lambda: "step ▾" in ui.text())
+        assert listed() == "bac", "the furthest first"
+        await ui.until(lambda: "evaluation loss" in heading())
+        names = "state,name,model,step,mean loss,evaluation loss,tokens/s,MFU,GPU memory,age,host"
+        for name in names.split(","):
+            await click(f"{name} ")
+            await ui.until(lambda: re.search(rf"\b{name} [▴▾]", heading()))  # noqa: B023 - called at once
+
+
+async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        await ui.press("down")
+        preset = table.ordered_rows[table.cursor_row].key.value
+        assert preset != "tiny"
+        await ui.press("2")
+        await ui.until(lambda: f"preset {preset}," in ui.shown("#form-title"))
+        await ui.edit("train.learning_rate", "2e-4")
+        await ui.press("escape", "1", "down", "2")
+        assert f"preset {preset}," in ui.shown("#form-title"), "an edit is not put aside"
+
+
+async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
+    async with opened(runs_dir, tooltips=True) as ui:
+        await ui.configure()
+        choice = ui.screen.query(_Choice).first(_Choice)
+        tooltip = ui.screen.get_child_by_type(Tooltip)
+        choice.scroll_visible(animate=False)
+        await ui.pilot.hover(choice)
+        await ui.until(lambda: tooltip.display)
+        choice.focus()
+        await ui.press("enter")
+        await ui.until(lambda: choice.expanded and not tooltip.display)
+        await ui.pilot.hover(choice.query_one(OptionList))
+        await ui.pilot.pause(ui.app.TOOLTIP_DELAY + 0.1)
+        assert not tooltip.display
+        await ui.press("escape")
+        await ui.pilot.hover(choice)
+        await ui.until(lambda: tooltip.display)
+
+
+async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
+    other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
+    async with opened(runs_dir, open_run=run, shows="one") as ui:
+        panel = ui.find("ChartPanel", ChartPanel)
+
+        def lower() -> str:
+            return rows_of(panel.charts[-1])[-1]
+
+        await ui.until(lambda: "page 1 of 3 ▸" in lower())
+        at = (lower().index("page 1") + 2, panel.charts[-1].size.height - 1)
+        await ui.pilot.click(panel.charts[-1], offset=at)
+        await ui.until(lambda: panel.page.number == 1)
+        ui.app.open_run(other)
+        await ui.until(lambda: panel.page.number == 0)
+        log = ui.find("LogPanel", LogPanel)
+        ui.app.open_run(run)
+        await ui.until(lambda: log.lines.max_scroll_y > 0)
+        log.lines.scroll_home(animate=False)
+        await ui.until(lambda: not log.lines.following)
+        await ui.pilot.click(log.heading, offset=(10, 0))
+        await ui.until(lambda: log.lines.following)

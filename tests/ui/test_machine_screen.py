@@ -1,4 +1,4 @@
-"""The Machine screen: this host at work, as a tree, its software, and doctor's findings."""
+"""The Machine screen: this host at work, as a tree, its software, doctor's findings, validation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +15,21 @@ from msgspec.structs import replace
 from textual.containers import Vertical
 from textual.widgets import Static
 
+from so_tui.folders import validation_dir
 from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
+from so_tui.ui.machine import validation
 from so_tui.ui.machine.host import HostPanel, _process_lines
 from so_tui.ui.machine.screen import MachineScreen
+from so_tui.ui.machine.validation import _report_lines
 from so_tui.ui.numa_nodes import NumaNodes
+from so_tui.validation import report as reports
+from so_tui.validation.report import Outcome
 from tests.support.make_run import quad_machine, write_run
 from tests.support.pictured import FixedMonitor
 from tests.support.screen import SIZES, Driver, opened, rows_of
+from tests.validation.test_report import REPORT, trained
 
 
 @pytest.fixture(autouse=True)
@@ -45,42 +52,41 @@ def bound_child() -> Iterator[tuple[int, int]]:
 
 def offered(ui: Driver) -> set[str]:
     """Return which keys of the half that describes the machine are in force."""
-    actions = {
-        active.binding.action for active in ui.screen.active_bindings.values() if active.enabled
-    }
-    return actions & {"copy", "distances", "inspect_again", "hardware"}
+    active = [key for key in ui.screen.active_bindings.values() if key.enabled]
+    own = {"copy", "distances", "inspect_again", "hardware"}
+    return own & {key.binding.action for key in active}
 
 
 @pytest.mark.parametrize("size", [*SIZES, pytest.param((200, 50), marks=pytest.mark.slow)])
 async def test_this_host_is_sampled_while_it_is_shown(
     runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]
 ) -> None:
-    pid, core = bound_child
+    pid, core = map(str, bound_child)
     async with opened(runs_dir, size, this_machine=True) as ui:
         await ui.press("5")
-        nodes = ui.find("NumaNodes", NumaNodes)
+        nodes, screen = ui.find("NumaNodes", NumaNodes), ui.screen
+        assert isinstance(screen, MachineScreen)
         await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.load[0].length >= 2)
         assert max(load for picture in nodes.pictures for load in picture.view.sample.cores) > 0
         if len(os.sched_getaffinity(0)) > 1:
-            await ui.until(lambda: str(pid) in ui.shown("#processes").split())
-            (line,) = (
-                line
-                for line in ui.shown("#processes").splitlines()
-                if line.split()[:1] == [str(pid)]
-            )
-            assert line.split()[-1] == str(core)
+            await ui.until(lambda: pid in ui.shown("#processes").split())
+            rows = [line.split() for line in ui.shown("#processes").splitlines()]
+            assert [row[-1] for row in rows if row[:1] == [pid]] == [core]
         if size[1] > 24:
             assert ui.find("HostPanel Chart", Chart).lines
-        await ui.press("h")
+        assert screen.sample_soon()
+        await ui.press("1")
+        await ui.presets()
+        assert not screen.sample_soon(), "only while it is shown"
+        await ui.press("5", "h")
         await ui.until(
             lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows_of(nodes))
         )
         about = ui.find("#about", Vertical)
         both = size[0] >= 160
         assert about.display == both, "both halves where there is room"
-        assert offered(ui) == (
-            {"copy", "distances", "inspect_again"} if both else {"hardware", "inspect_again"}
-        )
+        own = {"copy", "distances"} if both else {"hardware"}
+        assert offered(ui) == own | {"inspect_again"}
         await ui.press("H")
         await ui.until(lambda: about.display and ui.find("#tree", Static).region.area > 0)
         assert {"copy", "distances"} <= offered(ui)
@@ -101,18 +107,6 @@ async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
         assert len(panel.query(Chart)) == 2
 
 
-async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) -> None:
-    async with opened(runs_dir, this_machine=True) as ui:
-        await ui.press("5")
-        screen, nodes = ui.screen, ui.find("NumaNodes", NumaNodes)
-        assert isinstance(screen, MachineScreen)
-        await ui.until(lambda: nodes.pictures)
-        assert screen.sample_soon()
-        await ui.press("1")
-        await ui.presets()
-        assert not screen.sample_soon()
-
-
 async def test_a_screen_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
     app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2, seconds_of_samples=2))
     async with app.run_test() as pilot:
@@ -120,33 +114,80 @@ async def test_a_screen_chosen_before_the_first_paint_is_loaded(runs_dir: Path) 
         await Driver(app, pilot).until(lambda: app.machine is not None)
 
 
+def shown(processes: list[HostProcess], width: int) -> list[str]:
+    return _process_lines(processes, width, 5).plain.splitlines()
+
+
 def test_users_of_gpus_are_listed_with_what_they_use() -> None:
-    training = HostProcess(
-        7,
-        "pyth\x1b[2Jon",
-        "someone",
-        65.25,
-        90 << 30,
-        tuple(range(72)),
-        {0: 40 << 30, 2: None},
-    )
+    own = ("pyth\x1b[2Jon", "someone", 65.25, 90 << 30, tuple(range(72)))
+    training = HostProcess(7, *own, {0: 40 << 30, 2: None})
     other = HostProcess(8, "tar", "root", 1.0, None, (), {})
-    lines = _process_lines([training, other], 120, 5).plain.splitlines()
-    assert len(lines) == 3
+    _, first, second = shown([training, other], 120)
     told = r"7 someone pyth\x1b[2Jon 65.2 90.0 GiB 0,2 40.0 GiB 0-71"
-    assert lines[1].split() == told.split()
-    assert lines[2].split() == ["8", "root", "tar", "1.0"]
-    assert (
-        _process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
-    )
-    heading, *_ = _process_lines([training, other], 78, 5).plain.splitlines()
+    assert (first.split(), second.split()) == (told.split(), ["8", "root", "tar", "1.0"])
+    assert shown([training, *[other] * 9], 120)[-1].strip() == "7 more"
+    heading, *rows = shown([training, other], 78)
     assert heading.endswith("GPU memory  bound"), "80 columns have room for the whole heading"
-    assert max(map(len, _process_lines([training, other], 78, 5).plain.splitlines())) <= 78
-
-
-def test_without_gpus_processes_have_no_columns_of_gpus() -> None:
-    heading, line = _process_lines(
-        [HostProcess(8, "tar", "root", 1.0, None, (3,), {})], 78, 5
-    ).plain.splitlines()
+    assert max(map(len, rows)) <= 78
+    heading, line = shown([HostProcess(8, "tar", "root", 1.0, None, (3,), {})], 78)
     assert "GPU" not in heading
     assert heading.index("bound") == line.rindex("3")
+
+
+# The screen of a validation: a report, one that is still written, and none.
+
+LONG = "\x1b[31mtook longer than 165 s " * 9
+OUTCOMES = (
+    *REPORT.outcomes,
+    trained("losses-gpu", (8.0, 7.0), 1.0, losses_only=True),
+    trained("losses-2", (8.0, None), 1.0, losses_only=True),
+    Outcome(key="hung", title="one that hung", estimate_s=9, state="timed-out", reason=LONG),
+)
+FULL = replace(REPORT, outcomes=OUTCOMES, agreement=reports._agreement_of(OUTCOMES))
+
+
+@pytest.mark.parametrize("width", [40, 74, 114, 194])
+def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
+    lines = _report_lines(FULL, width)
+    assert max(line.cell_length for line in lines) <= width
+    text = "\n".join(line.plain for line in lines)
+    assert all(reason in text for reason in ("took too long", "no time left", "not finite"))
+    assert "\x1b" not in text
+
+
+async def test_a_report_that_is_read_slowly_is_shown(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading takes longer than the time after which it is read again, as on slow disks."""
+    begun, ended = threading.Event(), threading.Event()
+    calls = []
+
+    def read(folder: Path) -> reports.Report | None:
+        calls.append(folder)
+        begun.set()
+        ended.wait(60)
+        return FULL
+
+    monkeypatch.setattr(validation, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(reports, "read", read)
+    async with opened(runs_dir, (120, 36)) as ui:
+        await ui.press("5", "e")
+        await ui.until(begun.is_set)
+        await asyncio.sleep(0.2)
+        assert len(calls) == 1
+        ended.set()
+        await ui.until(lambda: "parts measured" in ui.shown("#report"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_changed_report_is_read_again(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.press("5", "e")
+        await ui.until(lambda: "no report yet" in ui.shown("#report-status"))
+        reports.write(validation_dir(), FULL)
+        await ui.until(lambda: "parts measured" in ui.shown("#report"))
+        assert "s/step" in ui.text()
+        (validation_dir() / reports.FILE).write_text("{")
+        await ui.until(lambda: "is no report" in ui.shown("#report-status"))
+        await ui.press("escape")
+        assert ui.app.current_mode == "machine"

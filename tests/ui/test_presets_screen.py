@@ -1,33 +1,40 @@
-"""The Presets screen: what fits where, and for which machine."""
+"""The Presets screen: what fits where, for which machine, and models that are added."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES
+from so_tui.machine.types import Software
 from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
-from so_tui.spec import RunSpec, load_catalog
+from so_tui.spec import SoTuiError, find_preset, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.configure.form import FieldRow
-from so_tui.ui.dialogs import Question
+from so_tui.ui.dialogs import AskText, Question
+from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.other_machine import _MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
+from tests.support.held_threads import LateThreads
 from tests.support.machines import machine_json, x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
-from tests.support.screen import opened
+from tests.support.screen import Driver, opened
 from tests.support.waiting import LIMIT_S
 
 
@@ -41,28 +48,39 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
         table = await ui.presets()
         assert isinstance(ui.screen, PresetsScreen)
         rows = {row.preset: row for row in ui.screen.rows}
-        shown = [key.value for key in table.rows]
         for preset in ("qwen3-14b", "llama-3.1-8b"):
             plan = rows[preset].cells[4]
             assert plan.step is not None
             assert plan.step_s
             assert plan.useful_tokens_per_s_total
-            table.move_cursor(row=shown.index(preset), column=len(table.columns) - 1)
+            last = len(table.columns) - 1
+            table.move_cursor(row=table.get_row_index(preset), column=last)
             await ui.until(lambda: rows[preset].title in ui.shown("#detail-title"))  # noqa: B023 - called at once
-            title, detail = ui.shown("#detail-title"), ui.shown("#detail")
-            assert f"{rate(plan.useful_tokens_per_s_total)} tokens/s" in title
+            detail = ui.shown("#detail")
+            assert f"{rate(plan.useful_tokens_per_s_total)} tokens/s" in ui.shown("#detail-title")
             assert re.search(rf"step +\S+ +{duration(plan.step_s)}\n", detail)
             assert f"backward {duration(plan.step.backward_s)}" in detail
 
 
-async def test_the_filter_keeps_the_chosen_model(runs_dir: Path) -> None:
+async def find(ui: Driver, text: str) -> None:
+    """Type a text into the filter, and go to what it finds."""
+    await ui.press("slash")
+    await ui.type_text(text)
+    await ui.press("enter")
+
+
+async def test_wider_terminals_and_the_filter_keep_what_is_chosen(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
-        await ui.press("slash")
-        await ui.type_text("30b")
-        await ui.press("enter")
-        assert table.row_count == 1
-        assert "Qwen3 30B" in ui.shown("#detail-title")
+        columns, before = len(table.columns), ui.shown("#detail-title")
+        await ui.press("right")
+        await ui.until(lambda: ui.shown("#detail-title") != before)
+        chosen = ui.shown("#detail-title").split()
+        await ui.resize(200, 50)
+        await ui.until(lambda: len(table.columns) > columns)
+        assert ui.shown("#detail-title").split() == chosen
+        await find(ui, "30b")
+        assert (table.row_count, "Qwen3 30B" in ui.shown("#detail-title")) == (1, True)
         await ui.press("escape")
         assert table.row_count > 1
         await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
@@ -71,30 +89,23 @@ async def test_the_filter_keeps_the_chosen_model(runs_dir: Path) -> None:
         await ui.until(lambda: "no match" in ui.shown("#detail-title"))
 
 
-async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: Path) -> None:
+async def test_bad_presets_and_such_that_do_not_fit_say_why(runs_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
     async with opened(runs_dir, start=never) as ui:
         table = await ui.presets()
+        assert table.row_count == len(load_catalog().presets)
+        assert re.search("broken.toml(.|\n)*ratoi", ui.shown("#problems"))
         table.move_cursor(row=table.get_row_index("llama-3.3-70b"), column=table.cursor_column)
         await ui.press("l")
         await ui.until(lambda: "does not fit here" in ui.text())
         assert "needs" in ui.text()
 
 
-async def test_a_users_bad_preset_is_reported(runs_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "config" / "so-tui" / "presets"
-    folder.mkdir(parents=True)
-    (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
-    async with opened(runs_dir) as ui:
-        table = await ui.presets()
-        assert table.row_count == len(load_catalog().presets)
-        reported = ui.shown("#problems")
-        assert "ratoi" in reported
-        assert "broken.toml" in reported
-
-
 async def test_nothing_starts_on_a_described_machine(runs_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "quad.json"
-    file.write_bytes(machine_json(quad_machine()))
+    file.write_bytes(machine_json(replace(quad_machine(), software=Software())))
     async with opened(runs_dir, this_machine=True, start=never) as ui:
         table = await ui.presets()
         here = len(table.columns)
@@ -112,8 +123,13 @@ async def test_nothing_starts_on_a_described_machine(runs_dir: Path, tmp_path: P
             await ui.until(lambda: "planning for another machine" in ui.text())
             await ui.press("f5")
             await ui.until(lambda: "was not started" in ui.text())
+            assert not ui.screen.query("#offer")
             await ui.press("escape")
-        await ui.press("5", "g")
+        await ui.press("5")
+        await ui.until(lambda: "software: not known of a described machine" in ui.text())
+        assert "absent" not in ui.text()
+        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
+        await ui.press("g")
         await ui.until(lambda: "planning for another machine" not in ui.text())
         await ui.press("1")
         await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
@@ -151,8 +167,7 @@ async def test_a_late_inspection_replaces_no_other_machine(
 async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.presets()
-        spec: RunSpec = load_catalog().presets["tiny"].spec
-        create_run(spec, runs_dir)  # as another process would
+        create_run(load_catalog().presets["tiny"].spec, runs_dir)  # as another process would
         ui.app.list_runs()
         await ui.until(lambda: len(ui.app.runs) == 1)
         assert not ui.screen.query_one("#first-visit").display
@@ -162,7 +177,7 @@ async def test_no_key_is_offered_before_it_can_do_anything(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered."""
-    planned = threading.Event()
+    planned, keys = threading.Event(), ("enter Configure", "l Launch", "d Data")
 
     def slowly(*given: Any) -> Any:
         planned.wait(LIMIT_S)
@@ -171,18 +186,21 @@ async def test_no_key_is_offered_before_it_can_do_anything(
     monkeypatch.setattr("so_tui.plan.planner.plan_table", slowly)
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.until(lambda: "no GPU" in ui.shown("#about-machine"))
-        for key in ("enter Configure", "l Launch", "d Data"):
-            assert key not in ui.key_line
+        assert not any(key in ui.key_line for key in keys)
         assert "o Other machine" in ui.key_line
         await ui.press("enter", "l", "d", "t")
-        assert ui.app.current_mode == "presets"
-        assert len(ui.app.screen_stack) == 1
+        assert (ui.app.current_mode, len(ui.app.screen_stack)) == ("presets", 1)
         planned.set()
         await ui.until(lambda: isinstance(ui.screen, Question))
         assert "Launch tiny" in ui.text()
         await ui.press("escape")
-        for key in ("enter Configure", "l Launch", "d Data"):
-            assert key in ui.key_line
+        assert all(key in ui.key_line for key in keys)
+
+
+def told(text: str, machine: str) -> bool:
+    """Return whether a text says of a machine what it is, and that it is not measured."""
+    words = (machine, MACHINES[machine].source, "not measured")
+    return all(word in text for word in words)
 
 
 async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
@@ -204,57 +222,48 @@ async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
         row = next(row for row, line in enumerate(ui.lines()) if "gh200-120 " in line)
         await ui.pilot.click(offset=(ui.lines()[row].index("gh200-120"), row))
         assert entry.value == "gh200-120"
-        listed = ui.text()
-        assert all(
-            word in listed
-            for word in (MACHINES["gh200-120"].title, MACHINES["gh200-120"].source, "not measured")
-        )
+        assert told(ui.text(), "gh200-120")
+        assert MACHINES["gh200-120"].title in ui.text()
         await ui.type_text("gh200-q", replace=True)
         await ui.until(lambda: entry._suggestion == "gh200-quad-120")
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
-        told = ui.shown("#about-machine")
-        assert all(
-            word in told
-            for word in ("gh200-quad-120", "not measured", MACHINES["gh200-quad-120"].source)
-        )
+        assert told(ui.shown("#about-machine"), "gh200-quad-120")
         await ui.resize(80, 24)
         await ui.until(lambda: ui.find("#about-machine", Static).size.height == 1)
-        assert all(
-            word in ui.shown("#about-machine") for word in ("gh200-quad-120", "not measured")
-        )
+        assert re.search("gh200-quad-120.*not measured", ui.shown("#about-machine"))
 
 
 async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir: Path) -> None:
     every = len(load_catalog().presets)
+
+    def presets() -> list[str | None]:
+        return [row.key.value for row in table.ordered_rows]
+
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         table = await ui.presets()
-        assert [row.key.value for row in table.ordered_rows] == ["tiny"]
-        assert "too big" not in ui.text()
+        assert (presets(), "too big" in ui.text()) == (["tiny"], False)
         assert f"{every - 1} models need GPUs" in ui.shown("#folded")
-        await ui.press("slash")
-        await ui.type_text("30b")
-        await ui.press("enter")
-        assert [row.key.value for row in table.ordered_rows] == ["qwen3-30b-a3b"]
-        assert not ui.find("#folded", Static).display
+        await find(ui, "30b")
+        assert (presets(), ui.find("#folded", Static).display) == (["qwen3-30b-a3b"], False)
         await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
         await ui.press("escape")
         await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
-        assert table.row_count == 1
-        assert table.cursor_coordinate == (0, 2)
+        assert (table.row_count, table.cursor_coordinate) == (1, (0, 2))
         await ui.pilot.click("#folded", offset=(ui.shown("#folded").index("plans"), 0))
         await ui.until(lambda: ui.screen.query("#said"))
         await ui.type_text("gh200-quad-120", replace=True)
         await ui.press("enter")
         await ui.until(lambda: table.row_count == every)
         assert not ui.find("#folded", Static).display
-
-
-async def test_what_would_take_hours_a_step_needs_gpus_too(runs_dir: Path) -> None:
-    async with opened(runs_dir, machine=x86(cores=64, memory_mib=512 * 1024)) as ui:
-        table = await ui.presets()
-        assert [row.key.value for row in table.ordered_rows] == ["tiny"]
+        rows: list[int] = []
+        ui.app.watch(ui.app, "machine", lambda: rows.append(table.row_count), init=False)
+        ui.app.load(quad_machine(), "quad.json")
+        await ui.until(lambda: rows and table.row_count == every)
+        assert rows == [0], "no plans of one machine under the name of another"
+        ui.app.load(x86(cores=64, memory_mib=512 * 1024), "")
+        await ui.until(lambda: presets() == ["tiny"])  # the others would take hours a step
 
 
 @pytest.mark.parametrize("slurm", [True, False])
@@ -265,26 +274,13 @@ async def test_a_login_node_leads_to_the_field_for_the_partition(
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         await ui.presets()
         assert ("partition" in ui.shown("#about-machine")) is slurm
-        await ui.press("slash")
-        await ui.type_text("phi-4")
-        await ui.press("enter", "P")
+        await find(ui, "phi-4")
+        await ui.press("P")
         if slurm:
-            await ui.until(
-                lambda: [row for row in ui.screen.query(FieldRow) if row.has_focus_within]
-            )
+            await ui.until(lambda: any(row.has_focus_within for row in ui.screen.query(FieldRow)))
             assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
             assert "phi-4" in ui.shown("#form-title")
         assert ui.app.current_mode == ("configure" if slurm else "presets")
-
-
-async def test_plans_are_shown_under_their_machines_name(runs_dir: Path) -> None:
-    async with opened(runs_dir, machine=CPU_ONLY) as ui:
-        table = await ui.presets()
-        rows: list[int] = []
-        ui.app.watch(ui.app, "machine", lambda: rows.append(table.row_count), init=False)
-        ui.app.load(quad_machine(), "quad.json")
-        await ui.until(lambda: "4 GPUs" in ui.text())
-        assert rows == [0]
 
 
 @pytest.mark.parametrize("page", ["1", "4"])
@@ -302,26 +298,96 @@ async def test_tables_drawn_before_measured_are_whole(runs_dir: Path, page: str)
         assert text in ui.lines()[screen.table.content_region.y + row]
 
 
-async def test_the_cursor_keeps_its_plan_in_a_wider_terminal(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        table = await ui.presets()
-        columns, before = len(table.columns), ui.shown("#detail-title")
-        await ui.press("right")
-        await ui.until(lambda: ui.shown("#detail-title") != before)
-        chosen = ui.shown("#detail-title").split()
-        await ui.resize(200, 50)
-        await ui.until(lambda: len(table.columns) > columns)
-        assert ui.shown("#detail-title").split() == chosen
-
-
 async def test_paths_are_completed_too(tmp_path: Path) -> None:
-    (tmp_path / "node.json").touch()
-    (tmp_path / ".hidden").touch()
-    (tmp_path / "with\x1b[31m").touch()
-    suggester = _MachineSuggester()
-    assert await suggester.get_suggestion("gh200-4") == "gh200-480"
-    assert await suggester.get_suggestion(f"{tmp_path}/") == f"{tmp_path}/node.json"
-    assert await suggester.get_suggestion(f"{tmp_path}/with") is None
-    assert await suggester.get_suggestion(f"{tmp_path}/none/x") is None
-    assert await suggester.get_suggestion("zzz") is None
-    assert await suggester.get_suggestion("~nobody-is-called-so/x") is None
+    for name in ("node.json", ".hidden", "with\x1b[31m"):
+        (tmp_path / name).touch()
+    for typed, suggestion in (
+        ("gh200-4", "gh200-480"),
+        (f"{tmp_path}/", f"{tmp_path}/node.json"),
+        (f"{tmp_path}/with", None),
+        (f"{tmp_path}/none/x", None),
+        ("zzz", None),
+        ("~nobody-is-called-so/x", None),
+    ):
+        assert await _MachineSuggester().get_suggestion(typed) == suggestion
+
+
+# Adding a model from the Presets screen.
+
+SLOW_S = 60
+
+
+def answer(_: str, request: dict[str, Any], **__: object) -> Any:
+    """Do here what a helper process does, which imports what it needs for several seconds."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    return json.loads(json.dumps(list(describe(request))[-1]))
+
+
+def asked(ui: Driver) -> bool:
+    return isinstance(ui.screen, AskText)
+
+
+async def test_a_model_is_added_and_selected(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", answer)
+    model = tmp_path / "Small-Llama"
+    model.mkdir()
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **counts}))
+    async with opened(runs_dir, (80, 24)) as ui:
+        table = await ui.presets()
+        before = table.row_count
+        await ui.press("a")
+        await ui.type_text("owner")
+        await ui.press("escape")
+        await ui.until(lambda: not asked(ui))
+        assert table.row_count == before
+        await ui.press("a", "enter")
+        await ui.until(lambda: "Type a hub id or a folder first" in ui.text())
+        field = ui.find("#model", Input)
+        field.value = absent = str(tmp_path / "absent")
+        await ui.press("enter")
+        await ui.until(lambda: "there is no such folder" in ui.shown("#said"), SLOW_S)
+        assert "model.id =" not in ui.shown("#said"), "the field is in front of the reader"
+        assert field.value == absent, "what was typed stays"
+        field.value = str(model)
+        await ui.press("enter")
+        await ui.until(lambda: not asked(ui), SLOW_S)
+        await ui.until(lambda: table.row_count == before + 1)
+        assert find_preset("small-llama").spec.model.id == str(model)
+        await ui.until(lambda: "Small Llama" in ui.shown("#detail-title"))
+
+
+def refused(ui: Driver, model: str) -> bool:
+    said = ui.shown("#said")
+    return model in said and "reading" not in said
+
+
+async def test_after_a_failure_the_next_name_is_taken_at_once(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+
+    def describe(model: str, **_: object) -> None:
+        named.append(model)
+        raise ZeroDivisionError(model) if model == "broken" else SoTuiError(f"no {model}")
+
+    monkeypatch.setattr("so_tui.launch.helper_jobs.describe_model", describe)
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        await ui.press("a")
+        threads = LateThreads()
+        asyncio.get_running_loop().set_default_executor(threads)
+        for model in ("first", "second", "broken"):
+            await ui.type_text(model, replace=True)
+            await ui.press("enter")
+            if model == "broken":
+                threads.release()
+            await ui.until(partial(refused, ui, model))
+        assert "ZeroDivisionError" in ui.shown("#said")
+    assert named == ["first", "second", "broken"]

@@ -74,17 +74,21 @@ def state(name: str, keys: str = "", **more: str) -> Picture:
     return Picture(name, keys, sizes=(MEDIUM,), **more)
 
 
-def looks(*named: tuple[str, str]) -> tuple[Picture, ...]:
-    """Return dashboard and Configure, with a wrong field, in looks: each has a name and a theme."""
-    dashboard = [state(f"dashboard-{name}", theme=theme) for name, theme in named]
+LIVE = "qwen3-14b-a"
+
+
+def looks(name: str, *themes: str, **environment: str) -> Walk:
+    """Return dashboard and Configure, with a wrong field, in other looks, called by their names."""
+    same = [(name.lower().replace(" ", "-"), "so-tui-dark")]
+    named = [(theme, f"so-tui-{theme}") for theme in themes] or same
+    dashboard = [state(f"dashboard-{called}", theme=theme) for called, theme in named]
     configure = [
-        state(f"configure-{name}", "" if at else "1 enter tab 9 escape", theme=theme)
-        for at, (name, theme) in enumerate(named)
+        state(f"configure-{called}", "" if at else "1 enter tab 9 escape", theme=theme)
+        for at, (called, theme) in enumerate(named)
     ]
-    return (*dashboard, *configure)
+    return Walk(name, (*dashboard, *configure), LIVE, environment=environment, short_form=True)
 
 
-LIVE, DARK = "qwen3-14b-a", "so-tui-dark"
 WALKS = (
     Walk(
         "preset",
@@ -133,33 +137,10 @@ WALKS = (
         runs="none",
     ),
     Walk("silence", (state("stale"),), run=LIVE, silent_s=42.0),
-    Walk(
-        "themes",
-        looks(("light", "so-tui-light"), ("contrast", "so-tui-contrast")),
-        run=LIVE,
-        short_form=True,
-    ),
-    Walk(
-        "no colour",
-        looks(("no-colour", DARK)),
-        run=LIVE,
-        short_form=True,
-        environment={"NO_COLOR": "1"},
-    ),
-    Walk(
-        "ASCII",
-        looks(("ascii", DARK)),
-        run=LIVE,
-        short_form=True,
-        environment={"SO_TUI_GLYPHS": "ascii"},
-    ),
+    looks("themes", "light", "contrast"),
+    looks("no colour", NO_COLOR="1"),
+    looks("ASCII", SO_TUI_GLYPHS="ascii"),
 )
-
-
-LOOKS = ("themes", "no colour", "ASCII")
-"""Walks that show in other colours and characters what others show."""
-
-
 IN_LARGE = ", large"
 
 
@@ -216,13 +197,8 @@ def measured(table: FittedTable) -> bool:
 def complete(ui: Driver) -> bool:
     """Return whether the page on the screen has everything that it will show."""
     app = ui.app
-    if (
-        app.findings is None
-        or app.starting
-        or any(worker.is_running and worker.name not in STANDING for worker in app.workers)
-    ):
-        return False
-    if ui.screen._layout_required:
+    working = any(worker.is_running and worker.name not in STANDING for worker in app.workers)
+    if app.findings is None or app.starting or working or ui.screen._layout_required:
         return False
     if isinstance(ui.screen, ChatScreen):
         return bool(ui.screen._columns) and not ui.screen.writing
@@ -244,12 +220,6 @@ def complete(ui: Driver) -> bool:
     return False
 
 
-async def polled(ui: Driver, page: DashboardScreen) -> None:
-    """Wait for the next snapshot of the run."""
-    before = page.snapshot
-    await ui.until(lambda: page.snapshot is not before)
-
-
 async def heard(screen: Screen[Any]) -> None:
     """Wait until a page has taken everything that was sent to it so far, such as its size."""
     taken = asyncio.Event()
@@ -262,8 +232,9 @@ async def at_rest(ui: Driver) -> None:
     await ui.until(lambda: complete(ui))
     page = ui.app.screen_stack[0]
     if isinstance(page, DashboardScreen) and page.run_shown is not None and page.is_current:
-        await polled(ui, page)  # may have begun before the last key or size
-        await polled(ui, page)
+        for _ in range(2):  # the first may have begun before the last key or size
+            before = page.snapshot
+            await ui.until(lambda: page.snapshot is not before)  # noqa: B023 - called at once
     drawn = False
     while not drawn:
         await ui.until(lambda: complete(ui))
@@ -308,7 +279,7 @@ def walks() -> Iterator[Any]:
     for walk in WALKS:
         slow = [pytest.mark.slow]
         yield pytest.param(
-            walk, (SMALL, MEDIUM), id=walk.name, marks=slow if walk.name in LOOKS else []
+            walk, (SMALL, MEDIUM), id=walk.name, marks=slow if walk.short_form else []
         )
         if any(LARGE in picture.sizes for picture in walk.pictures):
             yield pytest.param(walk, (LARGE,), id=f"{walk.name}{IN_LARGE}", marks=slow)

@@ -1,159 +1,171 @@
-"""A walk by keyboard and one by mouse alone, in a terminal: from the first start to an export."""
+"""A walk by keyboard alone, in a terminal: from the first start to an export.
+
+So-tui runs in tmux, to which keys are written and whose rows are read.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import StepRecord
 from tests.support.launching import log, of_kind
-from tests.ui.terminal import Keyboard, Mouse, Terminal
+from tests.support.python_path import checkout_path
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
-    pytest.mark.skipif(
-        bool(inspect_machine().gpus), reason="the walks begin on a machine without a GPU"
-    ),
-]
-SO_TUI = (sys.executable, "-m", "so_tui")
-KEYBOARD_STEPS = 6
-MOUSE_STEPS = 10
-NewUser = TypeVar("NewUser", bound=Terminal)
+STEPS = 6
+GIVE_UP_S = 300.0
+"""How long to wait for something to appear; machines may be busy."""
+LOOK_EVERY_S = 0.1
+KEYS = {"enter": "Enter", "esc": "Escape"}
+"""What tmux calls keys that so-tui names otherwise."""
 
 
-def runs_of(user: Terminal) -> list[RunDirectory]:
-    """Return the runs in the folder of a user's home where so-tui puts them."""
-    return [RunDirectory(path) for path in user.home.glob("state/so-tui/runs/*") if path.is_dir()]
+class Terminal:
+    """A tmux server with one pane, whose home and working folder lie in ``folder``; its user has no
+    mouse, and knows no key but those that are named before their eyes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.work, sockets = (folder / name for name in ("home", "work", "tmux"))
+        for needed in (self.home, self.work, sockets):
+            needed.mkdir(mode=0o700)
+        same = {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+        self._server = same | {"TMUX_TMPDIR": str(sockets)}
+        self._environment = same | {"PYTHONPATH": checkout_path()}
+        self._environment |= {"TERM": "tmux-256color", "COLORTERM": "truecolor"}
+        for kind in ("config", "state", "data", "cache"):
+            self._environment[f"XDG_{kind.upper()}_HOME"] = str(self.home / kind)
+
+    def run(self, *command: str) -> None:
+        """Run a command in the pane. Its last screen stays when it has ended."""
+        variables = [f"{name}={value}" for name, value in self._environment.items()]
+        keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
+        session = ("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.work))
+        self._tmux(*keep, *session, shlex.join(["env", "-i", *variables, *command]))
+
+    def close(self) -> None:
+        """End the tmux server, what runs in it, and the processes of runs."""
+        with suppress(subprocess.CalledProcessError):  # it has ended
+            self._tmux("kill-server")
+        for state in map(read_state, self.runs()):
+            for process in filter(None, (state.supervisor, *state.processes)):
+                if alive(process):
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+
+    def runs(self) -> list[RunDirectory]:
+        """Return the runs in the folder of the user's home where so-tui puts them."""
+        found = self.home.glob("state/so-tui/runs/*")
+        return [RunDirectory(path) for path in found if path.is_dir()]
+
+    def status(self) -> str:
+        """Return the command's exit status; nothing while it runs, and until tmux knows it."""
+        asked = "#{pane_dead}:#{pid}:#{pane_dead_status}"
+        dead, server, status = self._tmux("display-message", "-p", asked).strip().split(":")
+        # Tmux 3.3 now and then misses that its child has ended, and looks only when it is told.
+        if dead == "1" and not status:
+            os.kill(int(server), signal.SIGCHLD)
+        return status
+
+    def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
+        """Wait until ``happened`` is true of the rows of the screen, and return them."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while not happened(rows := self._tmux("capture-pane", "-p").splitlines()):
+            assert time.monotonic() < deadline, "\n".join([f"waited for {what}", *rows])
+            time.sleep(LOOK_EVERY_S)
+        return rows
+
+    def matched(self, pattern: str) -> re.Match[str]:
+        """Wait until a row of the screen matches a regular expression, and return the match."""
+        found = re.compile(pattern).search
+        rows = self.until(lambda rows: any(map(found, rows)), f"a match of {pattern}")
+        return next(filter(None, map(found, rows)))
+
+    def press(self, key: str, named: str) -> None:
+        """Press the key that ``named`` says (``Launch  y``), once that text is on the screen."""
+        words = named.split()
+        assert key in (*words, *words[0].split("/")), f"{named!r} does not name {key!r}"
+        self.matched(re.escape(named))
+        self._tmux("send-keys", KEYS.get(key, key))
+
+    def type(self, text: str) -> None:
+        """Type a text in one burst, as a terminal pastes it."""
+        self._tmux("send-keys", "-l", text)
+
+    def _tmux(self, *arguments: str) -> str:
+        command = ["tmux", "-f", "/dev/null", *arguments]
+        return subprocess.run(
+            command, env=self._server, capture_output=True, text=True, check=True
+        ).stdout
 
 
-def losses_of(run: RunDirectory) -> list[float]:
-    """Return the loss of every step that a run has recorded."""
-    return [record.loss for record in of_kind(run, StepRecord)]
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[Terminal]:
+    """Somebody who has never run so-tui."""
+    terminal = Terminal(tmp_path)
+    yield terminal
+    terminal.close()
 
 
-def end(user: Terminal) -> None:
-    """End what a walk that failed leaves behind: the terminal, and the processes of runs."""
-    user.close()
-    for run in runs_of(user):
-        state = read_state(run)
-        for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
-            if alive(process):
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-
-
-@contextmanager
-def first_start(user: NewUser) -> Iterator[NewUser]:
-    """Open so-tui for somebody who has never run it, until the test is over."""
-    assert not any(user.home.iterdir())
-    assert not runs_of(user)
-    try:
-        user.run(*SO_TUI)
-        yield user
-    finally:
-        end(user)
-
-
-def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
+def watched_to_its_end(user: Terminal) -> RunDirectory:
     """Follow the only run on the dashboard: what is shown of a step is what the run recorded."""
-    shown = user.matched(rf"(\S+) +● training +step ([1-9]\d*) / {steps}\b")
-    (run,) = runs_of(user)
+    shown = user.matched(rf"(\S+) +● training +step ([1-9]\d*) / {STEPS}\b")
+    (run,) = user.runs()
     assert run.name == shown[1]
-    assert 1 <= int(shown[2]) <= len(losses_of(run))
+    assert 1 <= int(shown[2]) <= len(of_kind(run, StepRecord))
     user.matched(r"loss[ ─]+now \d+\.\d+")
-
-    user.matched(rf"✓ finished +step {steps} / {steps}\b")
-    losses = losses_of(run)
-    assert len(losses) == steps, log(run)
-    assert float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1]) == pytest.approx(
-        losses[-1], abs=0.006
-    )
-
-    state = read_state(run)
-    assert (state.state, state.step, state.saved_step, state.total_steps) == (
-        "finished",
-        steps,
-        steps,
-        steps,
-    )
-    spec = read_spec(run)
-    assert (spec.name, spec.train.steps, spec.model.weights) == ("tiny", steps, "random")
+    user.matched(rf"✓ finished +step {STEPS} / {STEPS}\b")
+    losses = [record.loss for record in of_kind(run, StepRecord)]
+    assert len(losses) == STEPS, log(run)
+    last = float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1])
+    assert last == pytest.approx(losses[-1], abs=0.006)
+    state, spec = read_state(run), read_spec(run)
+    assert (state.state, spec.name, spec.model.weights) == ("finished", "tiny", "random")
+    assert {state.step, state.saved_step, state.total_steps, spec.train.steps} == {STEPS}
     return run
 
 
-def check_export(user: Terminal, run: RunDirectory) -> None:
-    """Wait until the model has been exported where the user works, and load it."""
-    user.matched(r"Wrote")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
+def test_by_keyboard_alone(user: Terminal) -> None:
+    user.run(sys.executable, "-m", "so_tui")
+    # The cursor stands on the model that this machine can train.
+    user.press("enter", named="enter Configure")
+    user.matched(r"tiny \(embedded\)   preset tiny")
+    user.press("/", named="/ Find")
+    user.type("train for")
+    user.press("enter", named="enter Go there")
+    user.type(str(STEPS))
+    user.press("esc", named="esc Leave the field")
+    user.press("l", named="l/F5 Launch")
+    user.press("y", named="Launch  y")
+    run = watched_to_its_end(user)
+    user.press("4", named="4 Runs")
+    user.press("E", named="E Export")
+    user.press("enter", named="Export  enter")
+    user.matched("Wrote")
     (folder,) = user.work.iterdir()
     assert folder.name == f"{run.name}-model"
-    config = AutoConfig.from_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    assert weights["model.embed_tokens.weight"].shape == (config.vocab_size, config.hidden_size)
-    assert (
-        len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
-        == config.num_hidden_layers
-    )
-    assert all(torch.isfinite(weight).all() and weight.any() for weight in weights.values())
-
-
-def test_by_keyboard_alone(tmp_path: Path) -> None:
-    with first_start(Keyboard(tmp_path)) as user:
-        # The cursor stands on the model that this machine can train.
-        user.press("enter", named="enter Configure")
-        user.shown("tiny (embedded)   preset tiny")
-        user.press("/", named="/ Find")
-        user.type("train for")
-        user.press("enter", named="enter Go there")
-        user.type(str(KEYBOARD_STEPS))
-        user.press("esc", named="esc Leave the field")
-        user.press("l", named="l/F5 Launch")
-        user.press("y", named="Launch  y")
-        run = watched_to_its_end(user, KEYBOARD_STEPS)
-
-        user.press("4", named="4 Runs")
-        user.press("E", named="E Export")
-        user.press("enter", named="Export  enter")
-        check_export(user, run)
-        user.press("q", named="q Quit")
-        user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
-        user.until(lambda _: user.exit_status() is not None, "the end of so-tui")
-        assert user.exit_status() == 0
-
-
-def test_by_mouse_alone(tmp_path: Path) -> None:
-    with first_start(Mouse(tmp_path)) as user:
-        user.click("enter Configure")
-        user.shown("tiny (embedded)   preset tiny")
-        user.scroll_to("train for", over="Offload")
-        user.click("train for")
-        for steps in range(50, MOUSE_STEPS - 1, -10):  # the preset says 60
-            user.click("−")
-            user.matched(rf"train for +{steps} ")
-        user.click("Launch  F5")
-        user.click("Launch  y")
-        run = watched_to_its_end(user, MOUSE_STEPS)
-
-        user.click("4 Runs")
-        user.click("E Export")
-        user.click("the model, a folder")
-        user.click("Export  enter")
-        check_export(user, run)
-        user.click("q Quit")
-        user.click("Quit  y")  # the number of steps was not saved as a preset
-        user.until(lambda _: user.exit_status() is not None, "the end of so-tui")
-        assert user.exit_status() == 0
+    assert "model.embed_tokens.weight" in weights
+    assert all(weight.isfinite().all() and weight.any() for weight in weights.values())
+    user.press("q", named="q Quit")
+    user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
+    user.until(lambda _: user.status(), "the end of so-tui")
+    assert user.status() == "0"

@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Checkbox, Input, Label, Select, Static, Tooltip
 
-from so_tui.spec import FieldInfo
+from so_tui.spec import FieldInfo, field_index
 from so_tui.ui.form import (
     GROUPS,
     LENGTH,
@@ -25,7 +25,6 @@ from so_tui.ui.form import (
     SLURM,
     Direction,
     advanced_paths,
-    field_of,
     hint,
     label,
     next_text,
@@ -73,6 +72,12 @@ _MOVES = [
     Binding("down", "screen.field(1)", "Next field", show=False),
     Binding("up", "screen.field(-1)", "Field before", show=False),
 ]
+_LENGTH_FIELD = FieldInfo(
+    path=LENGTH,
+    type_name="number",
+    description="How long the run trains.",
+    unit="steps, epochs or tokens",
+)
 _UNITS = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
 
 
@@ -344,11 +349,14 @@ class FormPanel(Vertical):
         if self.all_rows:
             return False
         widgets: list[Widget] = []
+        known = field_index()
         for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
             if title == SLURM and not slurm:
                 continue
             widgets.append(Static(title, classes="group"))
-            widgets += [FieldRow(field_of(path), *shown_value(path)) for path in paths]
+            widgets += [
+                FieldRow(known.get(path, _LENGTH_FIELD), *shown_value(path)) for path in paths
+            ]
         await self.fields.mount_all(widgets)
         self.query_one("#field-slurm-partition").disabled = (
             not slurm and not shown_value("slurm.partition")[1]

@@ -23,8 +23,6 @@ from so_tui.ui.text import Content, in_rows, shows_ascii
 from so_tui.units import duration, memory_of, plural
 from so_tui.units import memory_size as memory
 
-NAMES = {RATIO: "ratio"}
-OTHER_NAME = "Adam cores"
 UNKNOWN = "·"
 """A value whose step time is not predicted."""
 BEFORE_BARS, LINES_OF_STRIP = 13, 2
@@ -157,7 +155,7 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not
     fit; · has no predicted time.
     """
-    name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
+    name = f"{'ratio' if strip.path == RATIO else 'Adam cores':<11}"
     times = (choice.plan.step_s for choice in strip.choices)
     heights = bars([math.nan if step_s is None else step_s for step_s in times])
     present = strip.choices[strip.at]

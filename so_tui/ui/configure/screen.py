@@ -35,9 +35,10 @@ from so_tui.ui.form import (
     strips_for,
     text_of,
 )
-from so_tui.ui.messages import Failed, answer
+from so_tui.ui.messages import Failed, answer, reporting
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
+from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import Divider, command_key
 from so_tui.units import plural, thousands
 
@@ -441,8 +442,43 @@ class ConfigureScreen(ResizablePage):
         if planned.plan is None or draft is None:
             self.notify("Correct the marked fields first", severity="error")
             return
-        spec = with_values(draft.base, draft.edits)
-        preset_actions.ask_to_save(self.app, spec, draft.base.name, self.continue_with)
+        self._ask_to_save(with_values(draft.base, draft.edits), draft.base.name)
+
+    def _ask_to_save(self, spec: RunSpec, base: str) -> None:
+        """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``. Ask
+        again before another preset is replaced.
+        """
+        from so_tui.spec import check_user_name, save_preset
+        from so_tui.ui.dialogs import AskText
+
+        app, presets = self.app, self.app.presets
+
+        def save(name: str) -> None:
+            path = None
+            with reporting(app, "The preset", "saved"):
+                path = save_preset(spec, name, base=base)
+            if path is not None:
+                app.notify(f"Saved as {name} in {path}", markup=False)
+                app.reload_presets()
+                self.continue_with(name)
+
+        def named(name: str | None) -> None:
+            if not name:
+                return
+            taken = presets.get(name)
+            if taken is None or name == base:
+                save(name)
+            else:
+                title = f"Replace your preset {name}?"
+                app.ask(title, [taken.path], partial(save, name), yes="Replace", no="No, keep it")
+
+        def read(name: str) -> str:
+            check_user_name(name, presets)
+            return name
+
+        hint = "A short name: small letters, digits, - . _"
+        entry = Entry(f"{base}-mine", compact=True)
+        app.push_screen(AskText("Save as preset", hint, entry, yes="Save", read=read), named)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""

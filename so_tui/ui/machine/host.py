@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 from textual import getters
@@ -123,10 +123,7 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS = (
-        *NumaPanel.KEYS,
-        *PAGE_KEYS,
-    )
+    KEYS = (*NumaPanel.KEYS, *PAGE_KEYS)
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     numa = getters.query_one(NumaPanel)
@@ -193,13 +190,12 @@ class HostPanel(Vertical):
             charts[key].show(named, host.axis, marked=marked)
 
 
-def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
+def _process_lines(processes: Sequence[HostProcess], width: int, rows: int) -> Content:
     """Return a heading and a line for each process, in at most ``rows`` lines; the last says how
     many are not shown.
     """
-    listed = tuple(processes)
-    shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
-    gpus = any(process.gpu_bytes for process in listed)
+    shown = processes if len(processes) < rows else processes[: max(0, rows - 2)]
+    gpus = any(process.gpu_bytes for process in processes)
     head = (
         f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}"
         + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
@@ -209,8 +205,8 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
         faint(head[:width]),
         *(_process_line(process, width, gpus=gpus) for process in shown),
     ]
-    if len(shown) < len(listed):
-        lines.append(faint(f"{'':>7}  {len(listed) - len(shown)} more"))
+    if len(shown) < len(processes):
+        lines.append(faint(f"{'':>7}  {len(processes) - len(shown)} more"))
     return in_rows(lines)
 
 

@@ -13,10 +13,9 @@ from textual.widgets import DataTable, Static
 from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
-from so_tui.ui.messages import Failed, answer, failure
+from so_tui.ui.messages import Failed, answer, failure, reporting
 from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
-from so_tui.ui.preset_actions import ask_to_delete, is_own
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import Entry, FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
@@ -25,7 +24,7 @@ from so_tui.units import count, plural, rate, thousands
 if TYPE_CHECKING:
     from so_tui.machine import Machine
     from so_tui.plan.plan import Plan, PlanRow
-    from so_tui.spec import Catalog
+    from so_tui.spec import Catalog, Preset
 
 
 # What Presets says of the machine that it plans for: what it is, what can be done there, and how
@@ -534,10 +533,30 @@ class PresetsScreen(FiltersTable):
             return bool(self.rows)
         if action == "configure":
             return self._slurm and bool(self.rows)
-        return action != "delete" or is_own(self.app, self.table.preset_at(self.table.cursor_row))
+        return action != "delete" or self._own_preset is not None
+
+    @property
+    def _own_preset(self) -> Preset | None:
+        """The preset under the cursor, if it is the user's own."""
+        preset = self.app.presets.get(self.table.preset_at(self.table.cursor_row))
+        return preset if preset is not None and preset.origin == "user" else None
 
     def action_delete(self) -> None:
-        ask_to_delete(self.app, self.table.preset_at(self.table.cursor_row))
+        """Ask whether to delete a preset of the user, and delete it."""
+        from so_tui.spec import delete_preset
+
+        if (preset := self._own_preset) is None:
+            return
+        name = preset.spec.name
+
+        def delete() -> None:
+            with reporting(self.app, "The preset", "deleted"):
+                delete_preset(name)
+            self.app.reload_presets()
+
+        lines = [preset.path, "Runs that were started with it stay."]
+        title = f"Delete your preset {name}?"
+        self.app.ask(title, lines, delete, yes="Delete", no="No, keep it")
 
     def filtered(self) -> None:
         self._fill()
