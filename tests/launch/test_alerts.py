@@ -294,9 +294,7 @@ def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.Monk
     assert not any("command" in field for field in Alert.__struct_fields__)
 
 
-def test_changed_settings_take_effect(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_changed_settings_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
     own = _OwnSettings()
     assert own.current().alerts.command == ()

@@ -204,8 +204,7 @@ def test_a_folder_that_cannot_be_written(folder: str) -> None:
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
     with rejected("not-this-machine"):
         start(
-            prepare(find_preset("tiny").spec, quad_gh200(), force=True),
-            runs_dir=tmp_path / "runs",
+            prepare(find_preset("tiny").spec, quad_gh200(), force=True), runs_dir=tmp_path / "runs"
         )
     assert not (tmp_path / "runs").exists()
 

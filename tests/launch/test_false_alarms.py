@@ -77,9 +77,7 @@ def said(usual_s: float, hours: int, seed: int) -> list[Slowdown]:
 
 
 @pytest.mark.parametrize("off", [0.9, 1.1])
-def test_ten_hours_of_ordinary_noise_raise_no_alarm(
-    off: float,
-) -> None:
+def test_ten_hours_of_ordinary_noise_raise_no_alarm(off: float) -> None:
     assert said(off * PLANNED_S, hours=10, seed=19) == []
 
 

@@ -11,13 +11,7 @@ import msgspec
 import pytest
 
 from so_tui.launch.command import Placeholder
-from so_tui.launch.launch import (
-    launch_of,
-    prepare,
-    preview,
-    read_launch,
-    visible_machine,
-)
+from so_tui.launch.launch import launch_of, prepare, preview, read_launch, visible_machine
 from so_tui.launch.show import shown_launch
 from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
