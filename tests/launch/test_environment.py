@@ -1,8 +1,8 @@
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder
@@ -11,20 +11,13 @@ from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.spec.run_spec import DataSpec, ModelSpec, OffloadSpec, RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
-ALLOCATOR_2_13 = (
-    "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
-)
 NODE = tuple(range(72))
-
-
-def changes(
-    machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None
-) -> dict[str, str | None]:
-    plan = plan_of(spec or spec_of(), cpus=(NODE,), gpus=bool(machine.gpus))
-    return command.shown(command.variables(plan, machine, inherited))
-
-
+CPU, QUAD, APUS = cpu_machine(), quad_gh200(), named_machine("mi300a-4")
+OLD = quad_gh200(software=replace(QUAD.software, torch="2.9.0", deepspeed="0.18.0"))
 TOOLS = str(Path(sys.executable).parent)
+SPEC = spec_of()
+DEEPSPEED = spec_of(offload=OffloadSpec(engine="deepspeed"))
+HUB = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
 MARKED = {
     "SO_TUI_RUN": Placeholder.RUN,
     "SO_TUI_RUN_ID": Placeholder.RUN_ID,
@@ -40,144 +33,94 @@ LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_RAS_ENABLE": "0",
 }
-HUB = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
+SITES_NCCL = {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1", "NCCL_DEBUG": "INFO"}
+THREADS = {"OMP_NUM_THREADS": "65", "MKL_NUM_THREADS": "65"}  # the Adam share of the rank
+IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": None}
+MASKED = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+UNMASKED = dict.fromkeys(("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+OWN_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+EXPANDABLE = "expandable_segments:True"
 
 
 @pytest.mark.parametrize(
     ("machine", "inherited", "spec", "wanted", "absent"),
     [
-        (cpu_machine(), {}, None, MARKED, {"PYTORCH_ALLOC_CONF"}),
-        (cpu_machine(), {}, HUB, {}, {"HF_HUB_OFFLINE"}),
-        (cpu_machine(), {"PATH": "/bin"}, None, {"PATH": f"{TOOLS}:/bin"}, set()),
-        (cpu_machine(), {"PATH": f"/bin:{TOOLS}"}, None, {}, {"PATH"}),
-        (
-            quad_gh200(),
-            {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"},
-            None,
-            LOOPBACK,
-            {"DS_ACCELERATOR"},
-        ),
-        (
-            quad_gh200(),
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
-            None,
-            {},
-            {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"},
-        ),
-        (
-            quad_gh200(),
-            {"TORCH_CUDA_ARCH_LIST": "9.0a"},
-            None,
-            {"TORCH_CUDA_ARCH_LIST": "9.0"},
-            set(),
-        ),
-        (quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0"}, None, {}, {"TORCH_CUDA_ARCH_LIST"}),
+        (CPU, {}, SPEC, MARKED, {"PYTORCH_ALLOC_CONF"}),
+        (CPU, {}, HUB, {}, {"HF_HUB_OFFLINE"}),
+        (CPU, {"PATH": "/bin"}, SPEC, {"PATH": f"{TOOLS}:/bin"}, set()),
+        (CPU, {"PATH": f"/bin:{TOOLS}"}, SPEC, {}, {"PATH"}),
+        (QUAD, SITES_NCCL, SPEC, LOOPBACK, {"DS_ACCELERATOR", "NCCL_DEBUG"}),
+        (QUAD, OWN_ALLOCATOR, SPEC, {}, {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}),
+        (QUAD, {"TORCH_CUDA_ARCH_LIST": "9.0a"}, SPEC, {"TORCH_CUDA_ARCH_LIST": "9.0"}, set()),
+        (QUAD, {"TORCH_CUDA_ARCH_LIST": "9.0"}, SPEC, {}, {"TORCH_CUDA_ARCH_LIST"}),
+        (QUAD, {"OMP_NUM_THREADS": "1"}, SPEC, THREADS, set()),
+        # GPUs are numbered as in the plan.
+        (QUAD, MASKED, SPEC, IN_ORDER, {"CUDA_DEVICE_MAX_CONNECTIONS"}),
+        (APUS, dict.fromkeys(UNMASKED, "2"), SPEC, UNMASKED, set()),
+        # What fights the binding is removed only if it is set.
+        (QUAD, {"KMP_AFFINITY": "compact"}, SPEC, {"KMP_AFFINITY": None}, {"GOMP_CPU_AFFINITY"}),
+        # A run of an alert command is no part of it.
+        (CPU, {"SO_TUI_ALERT_KIND": "failed"}, SPEC, {"SO_TUI_ALERT_KIND": None}, {"HOME"}),
+        # The engine decides about expandable segments.
+        (OLD, {}, SPEC, {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, set()),
+        (OLD, {}, DEEPSPEED, {}, {"PYTORCH_CUDA_ALLOC_CONF"}),
     ],
 )
-def test_variables_are_set_and_left_alone(
+def test_variables_are_set_removed_and_left_alone(
     machine: Machine,
     inherited: dict[str, str],
-    spec: RunSpec | None,
-    wanted: dict[str, str],
+    spec: RunSpec,
+    wanted: dict[str, str | None],
     absent: set[str],
 ) -> None:
-    shown = changes(machine, inherited, spec)
-    assert wanted.items() <= shown.items()
-    assert not absent & shown.keys()
-
-
-def test_threads_are_the_adam_share_of_the_rank() -> None:
-    shown = changes(quad_gh200(), {"OMP_NUM_THREADS": "1"})
-    assert shown["OMP_NUM_THREADS"] == shown["MKL_NUM_THREADS"] == "65"
-    assert command._rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
-
-
-def test_run_of_an_alert_command_is_no_part_of_it() -> None:
-    inherited = {"SO_TUI_ALERT_KIND": "failed", "HOME": "/home/me"}
-    variables = command.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
-    applied = command.apply(variables, inherited)
-    assert "SO_TUI_ALERT_KIND" not in applied
-    assert applied["HOME"] == "/home/me"
-
-
-def test_affinity_settings_are_removed_only_where_set() -> None:
-    """Those that fight the binding."""
-    inherited = {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}
-    variables = command.variables(plan_of(spec_of()), quad_gh200(), inherited)
+    inherited = {"HOME": "/home/me", **inherited}
+    variables = command.variables(
+        plan_of(spec, cpus=(NODE,), gpus=bool(machine.gpus)), machine, inherited
+    )
     shown = command.shown(variables)
-    assert shown["KMP_AFFINITY"] is None
-    assert "GOMP_CPU_AFFINITY" not in shown
+    assert {name: shown.get(name, "unchanged") for name in wanted} == wanted
+    assert not absent & shown.keys()
     applied = command.apply(variables, inherited)
-    assert "KMP_AFFINITY" not in applied
-    assert applied["NCCL_DEBUG"] == "INFO"
+    assert {name: applied.get(name) for name in wanted} == wanted
+    assert all(applied.get(name) == inherited.get(name) for name in absent)
 
 
-def test_gpus_are_numbered_as_in_the_plan() -> None:
-    shown = changes(
-        quad_gh200(), {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    )
-    assert shown["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert shown["CUDA_VISIBLE_DEVICES"] is None
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in shown
-    shown = changes(
-        named_machine("mi300a-4"), {"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0"}
-    )
-    assert shown["ROCR_VISIBLE_DEVICES"] is shown["HIP_VISIBLE_DEVICES"] is None
+def test_without_adam_beside_it_a_rank_has_all_threads() -> None:
+    assert command._rank_threads(plan_of(SPEC, mode="zerooffload", cpus=(NODE,))) == 72
+
+
+PINNED = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
 
 
 @pytest.mark.parametrize(
     ("torch", "deepspeed", "own", "expected"),
     [
-        ("2.13.0+cu130", "0.19.8", True, ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13)),
-        ("2.12.1", "0.19.8", True, ("PYTORCH_ALLOC_CONF", "expandable_segments:True")),
-        ("2.11.0a0+git1234", "0.19.8", True, ("PYTORCH_ALLOC_CONF", "expandable_segments:True")),
-        ("2.9.1", "0.19.8", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
-        ("2.9.1", "0.18.0", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
+        ("2.13.0+cu130", "0.19.8", True, ("PYTORCH_ALLOC_CONF", f"{EXPANDABLE},{PINNED}")),
+        ("2.12.1", "0.19.8", True, ("PYTORCH_ALLOC_CONF", EXPANDABLE)),
+        ("2.11.0a0+git1234", "0.19.8", True, ("PYTORCH_ALLOC_CONF", EXPANDABLE)),
+        ("2.9.1", "0.18.0", True, ("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)),
         ("2.9.1", "0.18.0", False, None),
-        (
-            "2.13.0",
-            "0.18.0",
-            False,
-            ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13.removeprefix("expandable_segments:True,")),
-        ),
+        ("2.13.0", "0.18.0", False, ("PYTORCH_ALLOC_CONF", PINNED)),
     ],
 )
 def test_allocator_setting_by_version(
     torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None
 ) -> None:
-    variable = command._allocator_variable(
-        Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own
-    )
+    software = Software(torch=torch, deepspeed=deepspeed)
+    variable = command._allocator_variable(software, deepspeed_engine=not own)
     assert (variable and (variable.name, variable.value)) == expected
 
 
-def test_engine_decides_about_expandable_segments() -> None:
-    old = quad_gh200(
-        software=msgspec.structs.replace(quad_gh200().software, torch="2.9.0", deepspeed="0.18.0")
-    )
-    assert changes(old, {})["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in changes(
-        old, {}, spec_of(offload=OffloadSpec(engine="deepspeed"))
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "valid"),
-    [
-        ("9.0a", "9.0"),
+def test_arch_list() -> None:
+    for given, valid in (
         ("8.0;9.0a+PTX", "8.0;9.0+PTX"),
         ("9.0 9.0a", "9.0"),
         ("10.0f;9.0", "10.0;9.0"),
         ("Hopper", "Hopper"),
-    ],
-)
-def test_arch_list(given: str, valid: str) -> None:
-    assert command.valid_arch_list(given) == valid
+    ):
+        assert command.valid_arch_list(given) == valid
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("2.13.0+cpu", (2, 13, 0)), ("0.18", (0, 18)), (None, ()), ("unknown", ())],
-)
-def test_version(text: str | None, numbers: tuple[int, ...]) -> None:
-    assert version_numbers(text) == numbers
+def test_version() -> None:
+    texts = ("2.13.0+cpu", "0.18", None, "unknown")
+    assert list(map(version_numbers, texts)) == [(2, 13, 0), (0, 18), (), ()]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -165,14 +164,6 @@ def test_all_gpus_are_locked_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
         host_check.take_gpus([first, second], "/runs/mine")
     for lock in (held, *host_check.take_gpus([first], "/runs/mine")):
         lock.release()
-
-
-def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in a shell that has no XDG_RUNTIME_DIR."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    folder = host_check.lock_folder()
-    assert folder == Path(f"/tmp/so-tui-{os.getuid()}")
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.slow
