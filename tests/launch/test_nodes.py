@@ -1,15 +1,9 @@
-"""Runs on several nodes: numbers, addresses, what supervisors tell each other, and which network
-NCCL names; at the end two real supervisors.
+"""Runs on several nodes, without nodes: numbers, addresses, what supervisors tell each other, and
+which network NCCL names.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +12,6 @@ from msgspec.structs import replace
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, argv
 from so_tui.launch.in_job import _planned_here
-from so_tui.launch.launch import prepare
-from so_tui.launch.slurm.executor import Submission, _write_submission
 from so_tui.launch.supervisor.ending import Evidence, Outcome, conclude, outcome_text
 from so_tui.launch.supervisor.host import (
     ALONE,
@@ -37,16 +29,9 @@ from so_tui.launch.supervisor.node import (
     write_node_state,
 )
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, missing_network
-from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, alive, create_run, new_attempt, read_state
+from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import OutcomeCode
-from so_tui.spec import find_preset
-from so_tui.trust.decoding import read_json
-from tests.support.fake_runs import FAKE_TRAINER, ended, kill, wait_for
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
-from tests.support.python_path import python_path
-from tests.support.supervising import prepared_run
-from tests.support.waiting import wait_until
 
 JOB = {
     "SLURM_NNODES": "2",
@@ -187,59 +172,3 @@ def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: st
     outcome = conclude(Evidence(missing_network=missing))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
     assert missing in outcome_text(outcome, "one").reason
-
-
-def _can_name_hosts() -> bool:
-    argv = ["unshare", "--uts", "hostname", "n1"]
-    return (
-        os.geteuid() == 0 and not subprocess.run(argv, capture_output=True, check=False).returncode
-    )
-
-
-@pytest.fixture
-def two_nodes(tmp_path: Path, machine: Machine) -> Iterator[RunDirectory]:
-    """A run of one rank on each of two nodes, whose supervisors have just been started."""
-    if not _can_name_hosts():
-        pytest.skip("only root can give two processes hosts of their own")
-    spec = replace(find_preset("tiny").spec, gpus=1, nodes=2)
-    run = prepared_run(prepare(spec, machine, force=True), tmp_path)
-    where = {"cluster": "none", "partition": "main", "site": "generic"}
-    _write_submission(run, 1, Submission(job_id="7", poll_s=1, submitted=time.time(), **where))
-    job = {"SLURM_NNODES": "2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": "7"}
-    supervise = f"{sys.executable} -P -m so_tui supervise '{run.path}' --attempt 1 --in-job"
-    supervisors = []
-    for node, host in enumerate(("n1", "n2")):
-        own = {"SLURM_NODEID": str(node), "PYTHONPATH": python_path(FAKE_TRAINER)}
-        argv = ["unshare", "--uts", "sh", "-c", f"hostname {host} && exec {supervise}"]
-        supervisors.append(
-            subprocess.Popen(argv, env={**os.environ, **job, **own}, start_new_session=True)
-        )
-    yield run
-    for supervisor in supervisors:
-        if supervisor.poll() is None:
-            supervisor.send_signal(signal.SIGTERM)
-        supervisor.wait(60)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_on_another_node_is_the_cause(two_nodes: RunDirectory) -> None:
-    run, path = two_nodes, two_nodes.node_path(1, 1)
-
-    def other_node() -> NodeState:
-        return read_json(path, NodeState)
-
-    before = wait_for(
-        run,
-        lambda state: state.step >= 2 and path.exists() and len(other_node().processes) == 3,
-    )
-    rank = next(process for process in other_node().processes if process.role == "rank")
-    assert rank.rank == 1
-    kill(rank)
-    wait_until(lambda: ended(read_state(run)))
-    state = read_state(run)
-    assert (state.state, state.code, state.host) == ("failed", OutcomeCode.RANK_LOST, "n1")
-    assert "n2" in state.reason
-    assert "SIGKILL" in state.reason
-    assert other_node().ended
-    assert not any(alive(process) for process in before.processes)
-    assert run.sample_hosts() == ("n1", "n2")
