@@ -21,7 +21,6 @@ from so_tui.launch.command import AlertCommand
 from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor.alerts import (
     KEPT,
-    Announcer,
     _AlertWatch,
     _free_bytes,
     _OwnSettings,
@@ -31,7 +30,6 @@ from so_tui.launch.supervisor.alerts import (
 )
 from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState, StepRecord
 from so_tui.settings import ALERTS, AlertSettings
@@ -292,30 +290,16 @@ def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.Monk
     assert own.current().alerts == AlertSettings()
 
 
-def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    told = ("$SO_TUI_ALERT_KIND", "$SO_TUI_ALERT_STEP", "$SO_TUI_ALERT_TEXT")
-    change_settings({"alerts.command": ["/bin/sh", "-c", f'printf "{"|".join(told)}" > {out}']})
-    announcer = Announcer(RunDirectory(tmp_path), 1, "host", "")
-    last = RunState(name="x", state="failed", step=7)
-    new = announcer.end(last)
-    assert kinds(new) == ["failed"]
-    announcer.tell(new, last)
-    announcer.finish()
-    assert out.read_text() == f"failed|7|so-tui: {tmp_path.name} has failed at step 7"
-
-
 @pytest.mark.slow
-def test_real_supervisor_runs_the_command_and_writes_figures(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("manners", ["steps=10 held"])
+def test_real_supervisor_runs_the_command_and_writes_figures(runs: Runs, tmp_path: Path) -> None:
     out, figures = tmp_path / "told", tmp_path / "figures"
     figures.mkdir()
     # It outlives the run, until its time is over.
-    script = f'echo "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STATE" >> {out}; exec sleep 60'
+    told = "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STEP $SO_TUI_ALERT_TEXT"
+    script = f'echo "{told}" >> {out}; exec sleep 60'
     alerts = {"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 2}
     change_settings(alerts | {"alerts.loss_above": 1.5, "prometheus.folder": str(figures)})
-    monkeypatch.setenv("FAKE_TRAINER", "steps=10 held")
     run = runs.start()
     wait_for(run, lambda state: state.step >= 10)
     log = next(run.attempt_dir(1).glob("supervisor.*.log"))
@@ -326,7 +310,10 @@ def test_real_supervisor_runs_the_command_and_writes_figures(
     last = wait_for(run, ended)
     assert (last.state, last.exit_code) == ("finished", 0)
     assert kinds(last.alerts) == ["loss", "ended"]
-    wait_until(lambda: out.read_text() == "loss training\nended finished\n")
+    wait_until(lambda: out.read_text().count("\n") == 2)
+    loss, end = out.read_text().splitlines()
+    assert loss.startswith("loss 1 so-tui: the loss of ")
+    assert end == f"ended 10 so-tui: {run.name} has finished at step 10"
     assert "took too long" in log.read_text()
     wait_until(lambda: not path.exists())
 
@@ -335,7 +322,6 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from so_tui.launch.supervisor.run import supervise
-from so_tui.runs import RunDirectory
 from so_tui.runs.lock import run_lock
 from so_tui.runs.state import read_state
 
@@ -351,8 +337,9 @@ sys.exit(supervise(run, 1, ended=ended))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("manners", ["steps=1"])
 def test_run_continues_before_its_last_command_ends(
-    runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, machine: Machine
 ) -> None:
     """The job that continues a run is submitted in the last seconds of a job, in which the command
     that tells of the end may hang.
@@ -360,7 +347,6 @@ def test_run_continues_before_its_last_command_ends(
     continued, told = tmp_path / "continued", tmp_path / "told"
     script = f"until test -e {continued}; do sleep 0.05; done; mv {continued} {told}"
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
-    monkeypatch.setenv("FAKE_TRAINER", "steps=1")
     run = prepared_run(prepare(runs.spec, machine, force=True), runs.folder)
     runs.adopt(run)
     argv = [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)]

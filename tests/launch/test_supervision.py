@@ -126,7 +126,6 @@ def test_the_command_that_tells_of_the_end_is_waited_for(
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_moved_run_keeps_its_supervisor_until_back(runs: Runs) -> None:
     """Requests are not written through links, which could lead anywhere."""
     run, state = runs.training()

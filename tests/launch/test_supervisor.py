@@ -13,7 +13,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -109,8 +108,8 @@ def problems_of_resume(
     return [(problem.code, problem.field) for problem in caught.value.problems]
 
 
-def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "steps=15 held")
+@pytest.mark.parametrize("manners", ["steps=15 held"])
+def test_a_run_to_its_end(runs: Runs) -> None:
     run = runs.start()
     first = read_state(run)
     assert first.state == "starting"
@@ -128,7 +127,6 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(run.samples_dir(last.host).iterdir())
 
 
-@pytest.mark.trains
 def test_the_end_waits_for_no_launcher_whose_ranks_have_ended(runs: Runs) -> None:
     run, before = runs.training()
     os.kill(process_of(before, "launcher", None).pid, signal.SIGSTOP)
@@ -137,7 +135,7 @@ def test_the_end_waits_for_no_launcher_whose_ranks_have_ended(runs: Runs) -> Non
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.trains("steps=5 bad-exit lingers")
+@pytest.mark.parametrize("manners", ["steps=5 bad-exit lingers"])
 def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: Machine) -> None:
     run = runs.start()
     last = wait_for(run, ended)
@@ -152,20 +150,13 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: 
     assert read_spec(run).train.steps == 9
 
 
-def killed(role: str, rank: int | None, manners: str, code: OutcomeCode) -> Any:
-    name = role if rank is None else f"{role} {rank}"
-    return pytest.param(
-        role, rank, code, marks=pytest.mark.trains(manners), id=f"{name} {manners}".strip()
-    )
-
-
 @pytest.mark.parametrize(
-    ("role", "rank", "code"),
+    ("role", "rank", "manners", "code"),
     [
-        killed("runner", None, "", OutcomeCode.RUNNER_LOST),
-        killed("launcher", None, "orphans deaf", OutcomeCode.LAUNCHER_LOST),
-        killed("rank", 1, "", OutcomeCode.RANK_LOST),
-        killed("rank", 0, "mourns", OutcomeCode.RANK_LOST),
+        ("runner", None, "", OutcomeCode.RUNNER_LOST),
+        ("launcher", None, "orphans deaf", OutcomeCode.LAUNCHER_LOST),
+        ("rank", 1, "", OutcomeCode.RANK_LOST),
+        ("rank", 0, "mourns", OutcomeCode.RANK_LOST),
     ],
 )
 def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, code: OutcomeCode) -> None:
@@ -178,7 +169,7 @@ def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, code: Ou
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.trains("crash")
+@pytest.mark.parametrize("manners", ["crash"])
 def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
     run = runs.start()
     last = wait_for(run, ended)
@@ -187,7 +178,6 @@ def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
     assert not list(Path("/dev/shm").glob(f"torch_*_{run.path.name}"))
 
 
-@pytest.mark.trains
 def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
     run, before = runs.training()
     last = stop(run, grace_s=30)
@@ -197,7 +187,7 @@ def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
     assert stop(run, grace_s=30) == last
 
 
-@pytest.mark.trains("stubborn deaf")
+@pytest.mark.parametrize("manners", ["stubborn deaf"])
 def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
     run, before = runs.training()
     last = stop(run, grace_s=1)
@@ -205,7 +195,6 @@ def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.trains
 def test_schedulers_warning_stops_and_kills_nothing(runs: Runs) -> None:
     run, before = runs.training()
     for process in (*before.processes, supervisor_of(before)):
@@ -215,7 +204,6 @@ def test_schedulers_warning_stops_and_kills_nothing(runs: Runs) -> None:
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.trains
 def test_it_is_resumed_with_other_settings_and_keeps_those(runs: Runs, machine: Machine) -> None:
     run, _ = runs.training()
     assert stop(run, grace_s=30).state == "stopped"
@@ -238,7 +226,6 @@ def test_it_is_resumed_with_other_settings_and_keeps_those(runs: Runs, machine: 
     assert read_state(run).state == "stopped"
 
 
-@pytest.mark.trains
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:
     run, before = runs.training()
     left_alone(run, before)
@@ -256,7 +243,7 @@ def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> 
     assert nothing_is_left(run, after)
 
 
-@pytest.mark.trains("orphans")
+@pytest.mark.parametrize("manners", ["orphans"])
 def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     run, before = runs.training()
     left_alone(run, before)
@@ -268,7 +255,6 @@ def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.trains
 def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     run, before = runs.training()
     argv, pipe = [sys.executable, "-m", "so_tui", "watch", str(run.path)], subprocess.PIPE
@@ -283,7 +269,6 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     assert not list(run.path.iterdir())
 
 
-@pytest.mark.trains
 def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None:
     run, before = runs.training()
     everything = (supervisor_of(before), *before.processes)
@@ -305,7 +290,6 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     assert nothing_is_left(run, again)
 
 
-@pytest.mark.trains
 def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     (one, _), (two, _) = runs.training(), runs.training()
     commands = [json.loads(run.command_path(1).read_bytes())["environment"] for run in (one, two)]
@@ -370,7 +354,7 @@ def test_failed_start_leaves_nothing(
     assert not list(runs.folder.iterdir())
 
 
-@pytest.mark.trains("forks")
+@pytest.mark.parametrize("manners", ["forks"])
 def test_the_supervisor_is_light(runs: Runs) -> None:
     """While the run trains. Before its ranks are seen it looks five times as often, for the seconds
     that they take to start. It keeps no zombies.
@@ -395,14 +379,12 @@ def test_the_supervisor_is_light(runs: Runs) -> None:
     assert stop(run, grace_s=30).state == "stopped"
 
 
-def test_a_supervisor_compares_its_run_with_the_plan(
-    runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("manners", ["long-ago"])
+def test_a_supervisor_compares_its_run_with_the_plan(runs: Runs, machine: Machine) -> None:
     """The records say that it has trained for minutes, longer a step than planned."""
     step = StepTime(forward_s=0.01, backward_s=0.02, exposed_optimizer_s=0.0, data_s=0.0)
     launch = prepare(runs.spec, machine, force=True)
     launch = replace(launch, plan=replace(launch.plan, step=step, step_s=step.total_s))
-    monkeypatch.setenv("FAKE_TRAINER", "long-ago")
     run = start(launch, runs_dir=runs.folder)
     runs.adopt(run)
     slowdown = wait_for(run, lambda state: state.slowdown is not None).slowdown
