@@ -9,7 +9,7 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.launch.supervisor.ending import (
@@ -52,7 +52,8 @@ OUT_OF_MEMORY = (
 EXITS = "[launch.py] ['python'] exits with return code ="
 NOT_FINITE = Failure(rank=3, code="not-finite", reason="the loss is not finite")
 OF_OTHERS = Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
-KILLED = Loss(RANK, -9, unprompted=True)
+SAID, OLDER = "rank 3: the loss is not finite", Failure(rank=0, reason="bad luck")
+KILLED, LEFT = (Loss(RANK, code, unprompted=True) for code in (-9, 143))
 C = OutcomeCode
 
 
@@ -60,114 +61,61 @@ def end_record(state: Any = "failed", **values: Any) -> EndRecord:
     return EndRecord(attempt=1, time=0.0, step=9, state=state, **values)
 
 
-def failed(**evidence: Any) -> Outcome:
-    """Conclude from evidence of a failure."""
-    outcome = conclude(Evidence(**evidence))
-    assert (outcome.state, outcome.run_exit_code) == ("failed", 1)
-    return outcome
-
-
-def suggestion(outcome: Outcome, saved_step: int | None = None, advice: str = "") -> str:
-    return outcome_text(outcome, "r", saved_step, advice).suggestion
+CLOSED = end_record(code="rank-lost", reason="another was lost")
 
 
 def test_end_record_counts_whatever_the_exit_codes() -> None:
-    lost: dict[str, Any] = {"runner_status": 1, "first_loss": Loss(LAUNCHER)}
-    finished = conclude(Evidence(end=end_record("finished"), **lost))
+    finished = conclude(seen(Loss(LAUNCHER), end=end_record("finished"), runner_status=1))
     assert (finished.code, finished.run_exit_code) == (C.FINISHED, 0)
     stopped = conclude(Evidence(end=end_record("stopped", reason="stopped on request")))
     assert (stopped.code, stopped.run_exit_code) == (C.STOPPED, 4)
     assert outcome_text(stopped, "r") == ("stopped on request", "")
 
 
+def seen(loss: Loss | None, *log: str, **others: Any) -> Evidence:
+    return Evidence(first_loss=loss, log=log, **others)
+
+
 @pytest.mark.parametrize(
-    ("evidence", "wanted"),
+    ("evidence", "code", "others"),
     [
         # Exit code 0 without an end record is a failure.
-        ({"runner_status": 0}, {"code": C.UNEXPECTED}),
-        (
-            {"runner_status": 0, "first_loss": Loss(LAUNCHER)},
-            {"code": C.LAUNCHER_LOST, "who": "launcher", "pid": 20, "signal": None},
-        ),
-        ({"first_loss": Loss(RUNNER, -9)}, {"code": C.RUNNER_LOST, "rank": None, "signal": 9}),
-        ({"first_loss": Loss(RANK, -11)}, {"code": C.RANK_LOST, "rank": 2, "signal": 11}),
-        (
-            {"first_loss": Loss(RANK), "log": (f"{EXITS} -7",)},
-            {"code": C.RANK_LOST, "rank": 2, "signal": 7},
-        ),
-        (
-            {"first_loss": Loss(LAUNCHER), "runner_status": -15},
-            {"code": C.LAUNCHER_LOST, "signal": None},
-        ),
+        (seen(None, runner_status=0), C.UNEXPECTED, {}),
+        (seen(Loss(LAUNCHER), runner_status=0), C.LAUNCHER_LOST, {"who": "launcher", "pid": 20}),
+        (seen(Loss(LAUNCHER), runner_status=-15), C.LAUNCHER_LOST, {"signal": None}),
+        (seen(Loss(RUNNER, -9)), C.RUNNER_LOST, {"rank": None, "signal": 9}),
+        (seen(Loss(RANK, -11)), C.RANK_LOST, {"rank": 2, "signal": 11}),
+        (seen(Loss(RANK), f"{EXITS} -7"), C.RANK_LOST, {"rank": 2, "signal": 7}),
         # A rank obeys SIGTERM and leaves by itself.
-        ({"first_loss": Loss(RANK, 143)}, {"code": C.RANK_LOST, "rank": 2, "signal": 15}),
+        (seen(Loss(RANK, 143)), C.RANK_LOST, {"rank": 2, "signal": 15}),
         # A launcher that reported a rank is not the cause.
-        (
-            {"first_loss": Loss(LAUNCHER), "log": (f"{EXITS} -9",)},
-            {"code": C.RANK_LOST, "rank": None, "signal": 9},
-        ),
-        (
-            {"first_loss": Loss(RANK, 3)},
-            {"code": C.UNEXPECTED, "exit_code": 3, "reason": "rank 2 ended with exit code 3"},
-        ),
-        # What a rank reported comes first.
-        (
-            {"failures": (NOT_FINITE,), "first_loss": Loss(RANK, 1)},
-            {"code": C.NON_FINITE, "rank": 3, "reason": "rank 3: the loss is not finite"},
-        ),
-        (
-            {"failures": (Failure(rank=0, reason="bad luck"),)},  # of an older version
-            {"code": C.UNEXPECTED, "reason": "rank 0: bad luck"},
-        ),
+        (seen(Loss(LAUNCHER), f"{EXITS} -9"), C.RANK_LOST, {"rank": None, "signal": 9}),
+        (seen(Loss(RANK, 3)), C.UNEXPECTED, {"reason": "rank 2 ended with exit code 3"}),
+        # What a rank reported comes first; a file of an older version has no code.
+        (seen(Loss(RANK, 1), failures=(NOT_FINITE,)), C.NON_FINITE, {"rank": 3, "reason": SAID}),
+        (seen(None, failures=(OLDER,)), C.UNEXPECTED, {"reason": "rank 0: bad luck"}),
         # Rank 2 is killed. Rank 0 sees its connection close, and reports that as its own failure
         # and in the end record.
-        (
-            {
-                "failures": (OF_OTHERS,),
-                "end": end_record(code="rank-lost", reason="another was lost"),
-                "first_loss": KILLED,
-            },
-            {"code": C.RANK_LOST, "rank": 2, "signal": 9, "reported": ""},
-        ),
-        (
-            {"failures": (OF_OTHERS,), "oom_kills": 1, "first_loss": KILLED},
-            {"code": C.KILLED_FOR_MEMORY},
-        ),
-        (
-            {
-                "failures": (OF_OTHERS,),
-                "end": end_record(),
-                "first_loss": Loss(RANK, 143, unprompted=True),
-            },
-            {"code": C.RANK_LOST, "signal": 15},
-        ),
+        (seen(KILLED, failures=(OF_OTHERS,), end=CLOSED), C.RANK_LOST, {"rank": 2, "signal": 9}),
+        (seen(KILLED, failures=(OF_OTHERS,), end=CLOSED), C.RANK_LOST, {"reported": ""}),
+        (seen(KILLED, failures=(OF_OTHERS,), oom_kills=1), C.KILLED_FOR_MEMORY, {}),
+        (seen(LEFT, failures=(OF_OTHERS,), end=CLOSED), C.RANK_LOST, {"signal": 15}),
         # A rank that others ended, or that reported, is not lost.
-        ({"failures": (NOT_FINITE,), "first_loss": Loss(RANK, -15)}, {"code": C.NON_FINITE}),
-        (
-            {"failures": (replace(NOT_FINITE, rank=2),), "first_loss": KILLED},
-            {"code": C.NON_FINITE},
-        ),
+        (seen(Loss(RANK, -15), failures=(NOT_FINITE,)), C.NON_FINITE, {}),
+        (seen(KILLED, failures=(replace(NOT_FINITE, rank=2),)), C.NON_FINITE, {}),
         # A full disk loses the trainer's records.
-        ({"disk_full": True, "first_loss": Loss(RANK, 1)}, {"code": C.DISK_FULL}),
-        (
-            {"disk_full": True, "failures": (NOT_FINITE,), "first_loss": Loss(RANK, 1)},
-            {"code": C.NON_FINITE},
-        ),
+        (seen(Loss(RANK, 1), disk_full=True), C.DISK_FULL, {}),
+        (seen(Loss(RANK, 1), disk_full=True, failures=(NOT_FINITE,)), C.NON_FINITE, {}),
         # The out-of-memory killer is blamed only for a SIGKILL.
-        (
-            {"oom_kills": 2, "first_loss": Loss(RANK, -9)},
-            {"code": C.KILLED_FOR_MEMORY, "count": 2},
-        ),
-        (
-            {"oom_kills": 1, "first_loss": Loss(RANK), "log": (f"{EXITS} 1",)},
-            {"code": C.UNEXPECTED},
-        ),
+        (seen(Loss(RANK, -9), oom_kills=2), C.KILLED_FOR_MEMORY, {"count": 2}),
+        (seen(Loss(RANK), f"{EXITS} 1", oom_kills=1), C.UNEXPECTED, {}),
     ],
 )
-def test_the_cause_is_concluded(evidence: dict[str, Any], wanted: dict[str, Any]) -> None:
-    outcome = failed(**evidence)
-    found = {"reason": outcome_text(outcome, "r").reason}
-    assert {name: found.get(name, getattr(outcome, name, None)) for name in wanted} == wanted
+def test_the_cause_is_concluded(evidence: Evidence, code: str, others: dict[str, Any]) -> None:
+    outcome = conclude(evidence)
+    assert (outcome.state, outcome.run_exit_code, outcome.code) == ("failed", 1, code)
+    found = asdict(outcome) | {"reason": outcome_text(outcome, "r").reason}
+    assert {name: found[name] for name in others} == others
 
 
 @pytest.mark.parametrize(
@@ -181,7 +129,7 @@ def test_the_cause_is_concluded(evidence: dict[str, Any], wanted: dict[str, Any]
     ],
 )
 def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
-    outcome = failed(log=("Traceback (most ...):", line, f"{EXITS} 1"), first_loss=Loss(RANK))
+    outcome = conclude(seen(Loss(RANK), "Traceback (most ...):", line, f"{EXITS} 1"))
     assert (outcome.code, outcome.detail) == (code, detail)
     assert detail in outcome_text(outcome, "r").reason
 
@@ -196,6 +144,7 @@ def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail:
 def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None:
     """With other settings only where those help."""
     advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
+    found = [(seen(None, OUT_OF_MEMORY), True), (seen(Loss(RANK, -9), oom_kills=1), True)]
     for code, changed in (
         ("gpu-out-of-memory", True),
         ("data-columns-unknown", True),
@@ -205,14 +154,13 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
     ):
         failure = Failure(rank=1, code=code, reason="it failed", suggestion=advice)
         record = end_record(code=code, reason="it failed", suggestion=advice)
-        wanted = f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
-        assert suggestion(failed(failures=(failure,)), saved, advice) == wanted
-        assert suggestion(failed(end=record), saved, advice) == wanted
-    for memory in ({"log": (OUT_OF_MEMORY,)}, {"oom_kills": 1, "first_loss": Loss(RANK, -9)}):
-        wanted = f"{advice}. {resuming.format(' --set KEY=VALUE')}"
-        assert suggestion(failed(**memory), saved, advice) == wanted
-    without = failed(failures=(Failure(rank=0, code="error", reason="it failed"),))
-    assert suggestion(without, saved) == resuming.format("")
+        found += [(seen(None, failures=(failure,)), changed), (seen(None, end=record), changed)]
+    for evidence, changed in found:
+        text = outcome_text(conclude(evidence), "r", saved, advice)
+        assert text.suggestion == f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
+    without = Failure(rank=0, code="error", reason="it failed")
+    text = outcome_text(conclude(seen(None, failures=(without,))), "r", saved)
+    assert text.suggestion == resuming.format("")
 
 
 def test_every_code_of_the_supervisor_has_words() -> None:

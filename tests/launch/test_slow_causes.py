@@ -12,7 +12,6 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.false_alarms import slow_moments, with_step_time
 from so_tui.launch.supervisor.slowness import (
     LEAST_STEPS,
     WINDOW_S,
@@ -312,21 +311,3 @@ def test_ten_hours_of_ordinary_noise_raise_no_alarm(off: float) -> None:
 
 def test_steps_that_take_a_third_longer_do() -> None:
     assert any(watch(noisy(1.33 * 3.0, hours=1, seed=19)))
-
-
-def test_a_recorded_run_tells_again_when_it_was_slow() -> None:
-    """``benchmarks/false_alarms.py`` reads runs that have no time of a step in their plan."""
-    parts = {"forward_s": 0.4, "backward_s": 0.4, "data_s": 0.0}
-    records = [
-        step_record(step, time=1e9 + step, step_s=1.0 if step <= 300 else 1.5, **parts)
-        for step in range(1, 601)
-    ]
-    samples = [sample(float(second)) for second in range(1, 601)]
-    known = with_step_time(replace(plan(), step=None), records[:350])
-    assert known.step is not None
-    assert known.step.total_s == pytest.approx(1.0)
-    assert with_step_time(plan(), records) == plan()
-    assert list(slow_moments(known, MACHINE, 1, records[:300], samples)) == []
-    (alarm,) = slow_moments(known, MACHINE, 1, records, samples)
-    # Most steps of both halves of two minutes must be slow.
-    assert 1e9 + 300 + 90 <= alarm.time <= 1e9 + 300 + 120
