@@ -19,15 +19,7 @@ from msgspec.structs import replace
 from so_tui.folders import settings_file
 from so_tui.launch.command import AlertCommand
 from so_tui.launch.launch import prepare
-from so_tui.launch.supervisor.alerts import (
-    KEPT,
-    _AlertWatch,
-    _free_bytes,
-    _OwnSettings,
-    alert_text,
-    known,
-    remembered,
-)
+from so_tui.launch.supervisor import alerts as alerting
 from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.machine import Machine
 from so_tui.runs.liveness import read_stat
@@ -86,14 +78,14 @@ def kinds(alerts: tuple[Alert, ...]) -> list[str]:
 def test_events_of_steps_are_noticed(
     attempt: int, looks: list[tuple[float, RunState, list[StepRecord], list[str]]]
 ) -> None:
-    watch = _AlertWatch(attempt, 0.0)
+    watch = alerting._AlertWatch(attempt, 0.0)
     for now, state, records, noticed in looks:
         assert kinds(watch.observe(state, records, now, SETTINGS)) == noticed
     assert watch.observe(TRAINING, [NAN], 1e5, AlertSettings(on=())) == ()
 
 
 def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
-    watch, gb = _AlertWatch(1, 0.0), 10**9
+    watch, gb = alerting._AlertWatch(1, 0.0), 10**9
     for free, full, noticed in (
         ({"/a": 100 * gb, "/b": 9 * gb}, False, ["disk"]),
         ({"/a": 21 * gb // 2}, False, []),
@@ -101,17 +93,19 @@ def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
         ({}, True, ["disk"]),
     ):
         assert kinds(watch.disks(TRAINING, free, SETTINGS, full=full)) == noticed
-    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
+    found = alerting._free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
     assert len(found) == 2
     assert found[str(tmp_path)] > 0
     ends = {"finished": "ended", "stopped": "ended", "failed": "failed", "lost": "failed"}
     for state, kind in ends.items():
         last: Any = replace(TRAINING, state=state)
-        assert kinds(_AlertWatch(1, 0.0).end(last, SETTINGS)) == [kind]
+        assert kinds(alerting._AlertWatch(1, 0.0).end(last, SETTINGS)) == [kind]
         assert watch.end(last, AlertSettings(on=())) == ()
-    many = tuple(Alert(kind="loss", attempt=1, time=0, step=step) for step in range(3 * KEPT))
-    assert remembered((), many)[-1].step == 3 * KEPT - 1
-    assert len(remembered(many, many)) == KEPT
+    many = tuple(
+        Alert(kind="loss", attempt=1, time=0, step=step) for step in range(3 * alerting.KEPT)
+    )
+    assert alerting.remembered((), many)[-1].step == 3 * alerting.KEPT - 1
+    assert len(alerting.remembered(many, many)) == alerting.KEPT
 
 
 def test_sentences_hold_nothing_that_acts_on_a_terminal() -> None:
@@ -119,13 +113,13 @@ def test_sentences_hold_nothing_that_acts_on_a_terminal() -> None:
     state = replace(TRAINING, state="failed", reason="\x1b]52;c;x\x07")
     for kind in ALERTS:
         alert = Alert(kind=kind, attempt=1, time=0, step=2**53, value=1e300, bound=-1e300)
-        text = alert_text(alert, hostile, state)
+        text = alerting.alert_text(alert, hostile, state)
         assert text.startswith("so-tui: ")
         assert text.isprintable()
         assert ";" not in text
         assert len(text) < 200
-    assert known(replace(alert, kind="\x1b[2J")) is None
-    assert alert_text(replace(alert, kind="newer"), "r", TRAINING) == ""
+    assert alerting.known(replace(alert, kind="\x1b[2J")) is None
+    assert alerting.alert_text(replace(alert, kind="newer"), "r", TRAINING) == ""
 
 
 def request(
@@ -278,7 +272,7 @@ def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "state.json").write_text(json.dumps(state))
     monkeypatch.chdir(folder)
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
-    own = _OwnSettings()
+    own = alerting._OwnSettings()
     assert own.current().alerts == AlertSettings()
     assert not own.current().prometheus.folder
     assert not any("command" in field for field in Alert.__struct_fields__)

@@ -12,20 +12,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
-from so_tui.launch.supervisor.ending import (
-    Evidence,
-    Failure,
-    Outcome,
-    Shutdown,
-    StopRequest,
-    conclude,
-    final_state,
-    first_state,
-    left_queue,
-    observed,
-    outcome_text,
-    queued_state,
-)
+from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.processes import Loss
 from so_tui.launch.supervisor.run import _last_alive
 from so_tui.runs import RunDirectory
@@ -50,9 +37,9 @@ OUT_OF_MEMORY = (
     "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"
 )
 EXITS = "[launch.py] ['python'] exits with return code ="
-NOT_FINITE = Failure(rank=3, code="not-finite", reason="the loss is not finite")
-OF_OTHERS = Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
-SAID, OLDER = "rank 3: the loss is not finite", Failure(rank=0, reason="bad luck")
+NOT_FINITE = ending.Failure(rank=3, code="not-finite", reason="the loss is not finite")
+OF_OTHERS = ending.Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
+SAID, OLDER = "rank 3: the loss is not finite", ending.Failure(rank=0, reason="bad luck")
 KILLED, LEFT = (Loss(RANK, code, unprompted=True) for code in (-9, 143))
 C = OutcomeCode
 
@@ -65,15 +52,17 @@ CLOSED = end_record(code="rank-lost", reason="another was lost")
 
 
 def test_end_record_counts_whatever_the_exit_codes() -> None:
-    finished = conclude(seen(Loss(LAUNCHER), end=end_record("finished"), runner_status=1))
+    finished = ending.conclude(seen(Loss(LAUNCHER), end=end_record("finished"), runner_status=1))
     assert (finished.code, finished.run_exit_code) == (C.FINISHED, 0)
-    stopped = conclude(Evidence(end=end_record("stopped", reason="stopped on request")))
+    stopped = ending.conclude(
+        ending.Evidence(end=end_record("stopped", reason="stopped on request"))
+    )
     assert (stopped.code, stopped.run_exit_code) == (C.STOPPED, 4)
-    assert outcome_text(stopped, "r") == ("stopped on request", "")
+    assert ending.outcome_text(stopped, "r") == ("stopped on request", "")
 
 
-def seen(loss: Loss | None, *log: str, **others: Any) -> Evidence:
-    return Evidence(first_loss=loss, log=log, **others)
+def seen(loss: Loss | None, *log: str, **others: Any) -> ending.Evidence:
+    return ending.Evidence(first_loss=loss, log=log, **others)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +100,12 @@ def seen(loss: Loss | None, *log: str, **others: Any) -> Evidence:
         (seen(Loss(RANK), f"{EXITS} 1", oom_kills=1), C.UNEXPECTED, {}),
     ],
 )
-def test_the_cause_is_concluded(evidence: Evidence, code: str, others: dict[str, Any]) -> None:
-    outcome = conclude(evidence)
+def test_the_cause_is_concluded(
+    evidence: ending.Evidence, code: str, others: dict[str, Any]
+) -> None:
+    outcome = ending.conclude(evidence)
     assert (outcome.state, outcome.run_exit_code, outcome.code) == ("failed", 1, code)
-    found = asdict(outcome) | {"reason": outcome_text(outcome, "r").reason}
+    found = asdict(outcome) | {"reason": ending.outcome_text(outcome, "r").reason}
     assert {name: found[name] for name in others} == others
 
 
@@ -129,9 +120,9 @@ def test_the_cause_is_concluded(evidence: Evidence, code: str, others: dict[str,
     ],
 )
 def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
-    outcome = conclude(seen(Loss(RANK), "Traceback (most ...):", line, f"{EXITS} 1"))
+    outcome = ending.conclude(seen(Loss(RANK), "Traceback (most ...):", line, f"{EXITS} 1"))
     assert (outcome.code, outcome.detail) == (code, detail)
-    assert detail in outcome_text(outcome, "r").reason
+    assert detail in ending.outcome_text(outcome, "r").reason
 
 
 @pytest.mark.parametrize(
@@ -152,23 +143,23 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
         ("disk-full", False),
         ("a-code-of-a-newer-version", False),
     ):
-        failure = Failure(rank=1, code=code, reason="it failed", suggestion=advice)
+        failure = ending.Failure(rank=1, code=code, reason="it failed", suggestion=advice)
         record = end_record(code=code, reason="it failed", suggestion=advice)
         found += [(seen(None, failures=(failure,)), changed), (seen(None, end=record), changed)]
     for evidence, changed in found:
-        text = outcome_text(conclude(evidence), "r", saved, advice)
+        text = ending.outcome_text(ending.conclude(evidence), "r", saved, advice)
         assert text.suggestion == f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
-    without = Failure(rank=0, code="error", reason="it failed")
-    text = outcome_text(conclude(seen(None, failures=(without,))), "r", saved)
+    without = ending.Failure(rank=0, code="error", reason="it failed")
+    text = ending.outcome_text(ending.conclude(seen(None, failures=(without,))), "r", saved)
     assert text.suggestion == resuming.format("")
 
 
 def test_every_code_of_the_supervisor_has_words() -> None:
-    outcome = conclude(Evidence(gone_unseen=True))
+    outcome = ending.conclude(ending.Evidence(gone_unseen=True))
     assert (outcome.state, outcome.code) == ("lost", C.UNOBSERVED)
     known: dict[str, Any] = {"detail": "detail", "count": 1, "limit_s": 1.0, "pid": 1}
     for code in OutcomeCode:
-        text = outcome_text(Outcome(code=code, who="rank", rank=0, **known), "r")
+        text = ending.outcome_text(ending.Outcome(code=code, who="rank", rank=0, **known), "r")
         assert text.reason
         assert "so-tui resume r" in text.suggestion
 
@@ -227,10 +218,10 @@ def test_state_follows_from_records(
     records: list[MetricRecord], wanted: dict[str, object], tmp_path: Path
 ) -> None:
     before = RunState(name="r", state="training", step=7, attempt=1)
-    state = observed(before, reader_of(tmp_path, *records))
+    state = ending.observed(before, reader_of(tmp_path, *records))
     assert {name: getattr(state, name) for name in wanted} == wanted
-    finished = Outcome(state="finished", code=C.FINISHED)
-    assert final_state(state, finished, 14.0).shown == "finished"
+    finished = ending.Outcome(state="finished", code=C.FINISHED)
+    assert ending.final_state(state, finished, 14.0).shown == "finished"
 
 
 def test_what_was_saved_counts_until_it_starts_over(tmp_path: Path) -> None:
@@ -242,9 +233,9 @@ def test_what_was_saved_counts_until_it_starts_over(tmp_path: Path) -> None:
     reader = MetricsReader(RunDirectory(tmp_path / "a"))
     reader.poll(limit_records=100, limit_s=10.0, earlier=False)
     assert not reader.events.checkpoints
-    assert observed(before, reader) == observed(before, known)
+    assert ending.observed(before, reader) == ending.observed(before, known)
     over = reader_of(tmp_path / "b", SAVED, replace(resumed, step=0))
-    assert observed(before, over).saved_step is None
+    assert ending.observed(before, over).saved_step is None
 
 
 def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:
@@ -260,27 +251,30 @@ def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
         name="r", state="stopped", started=100.0, attempt_started=200.0, ended=260.0, earlier_s=40.0
     )
     assert stopped.took_s == 100
-    queued = queued_state(stopped)
-    assert left_queue(queued, 1).took_s == pytest.approx(100)
-    again = first_state("r", 2, queued, launch_with(plan_of(spec_of())))
+    queued = ending.queued_state(stopped)
+    assert ending.left_queue(queued, 1).took_s == pytest.approx(100)
+    again = ending.first_state("r", 2, queued, launch_with(plan_of(spec_of())))
     assert again.earlier_s == 100
 
 
 def test_processes_are_terminated_and_killed_in_time() -> None:
-    ended = Shutdown(ended_at=100.0, broken=True)
+    ended = ending.Shutdown(ended_at=100.0, broken=True)
     times = (102.0, 100.0 + EXIT_GRACE_S, 101.0 + EXIT_GRACE_S, 100.0 + EXIT_GRACE_S + KILL_AFTER_S)
     assert list(map(ended.next_signal, times)) == [None, SIGTERM, None, SIGKILL]
-    assert Shutdown(broken=True).next_signal(5.0) == SIGTERM
-    stop = Shutdown(overdue_at=50.0)
+    assert ending.Shutdown(broken=True).next_signal(5.0) == SIGTERM
+    stop = ending.Shutdown(overdue_at=50.0)
     assert list(map(stop.next_signal, (49.0, 50.0))) == [None, SIGTERM]
     assert stop.stop_overdue(50.0)
-    assert not Shutdown(overdue_at=50.0, ended_at=40.0).stop_overdue(60.0)
+    assert not ending.Shutdown(overdue_at=50.0, ended_at=40.0).stop_overdue(60.0)
 
 
 def test_stop_has_its_time_again_after_a_checkpoint() -> None:
     """But not more than a time that somebody gave."""
-    shutdown, usual = Shutdown(), DEFAULT_GRACE_S
-    asked, given = StopRequest(by="me", time=1.0), StopRequest(by="me", time=2.0, grace_s=30.0)
+    shutdown, usual = ending.Shutdown(), DEFAULT_GRACE_S
+    asked, given = (
+        ending.StopRequest(by="me", time=1.0),
+        ending.StopRequest(by="me", time=2.0, grace_s=30.0),
+    )
     for request, saved_step, now, overdue_at in (
         (asked, 20, 10.0, 10.0 + usual),
         (asked, 20, 50.0, 10.0 + usual),

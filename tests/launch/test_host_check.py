@@ -17,13 +17,6 @@ from msgspec.structs import replace
 from so_tui.launch.checks import quick_checks
 from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor import host_check
-from so_tui.launch.supervisor.host_check import (
-    HostDiffersError,
-    LockTakenError,
-    refuse_different_host,
-    software_differences,
-    take,
-)
 from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import read_state
 from so_tui.runs.records import OutcomeCode
@@ -59,8 +52,8 @@ def with_second_gpu(**changes: object) -> Machine:
     ],
 )
 def test_the_planned_host_is_accepted(host: Machine) -> None:
-    refuse_different_host(LAUNCH, host)
-    refuse_different_host(replace(LAUNCH, machine=replace(QUAD, gpus=NO_UUID)), host)
+    host_check.refuse_different_host(LAUNCH, host)
+    host_check.refuse_different_host(replace(LAUNCH, machine=replace(QUAD, gpus=NO_UUID)), host)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +70,17 @@ def test_the_planned_host_is_accepted(host: Machine) -> None:
     ],
 )
 def test_other_gpus_nodes_and_cores_are_refused(host: Machine, code: str) -> None:
-    with pytest.raises(HostDiffersError) as caught:
-        refuse_different_host(LAUNCH, host)
+    with pytest.raises(host_check.HostDiffersError) as caught:
+        host_check.refuse_different_host(LAUNCH, host)
     assert caught.value.codes == (code,)
     assert ("NUMA nodes 0 and 1, which" in str(caught.value)) == (not host.numa_nodes)
 
 
 def test_other_software_is_named() -> None:
     host = replace(QUAD, software=replace(QUAD.software, torch="1.0"))
-    (difference,) = software_differences(QUAD, host)
+    (difference,) = host_check.software_differences(QUAD, host)
     assert difference.code == "software-differs"
-    assert software_differences(QUAD, QUAD) == ()
+    assert host_check.software_differences(QUAD, QUAD) == ()
 
 
 @pytest.mark.slow
@@ -110,23 +103,23 @@ ME = host_check._Holder(run="/runs/mine", pid=os.getpid())
 
 def assert_held(folder: Path) -> None:
     """Another cannot take the lock, and is told who has it."""
-    with pytest.raises(LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
-        take(folder, "gpu-1", host_check._Holder(run="/runs/other", pid=1))
+    with pytest.raises(host_check.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
+        host_check.take(folder, "gpu-1", host_check._Holder(run="/runs/other", pid=1))
 
 
 def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
-    lock = take(tmp_path, "gpu-1", ME)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
     argv = [sys.executable, "-c", "input()"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[lock.descriptor]) as child:
         assert_held(tmp_path)
         lock.release()
         assert_held(tmp_path)
         child.kill()
-    take(tmp_path, "gpu-1", ME).release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
 
 
 def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> None:
-    lock = take(tmp_path, "gpu-1", ME)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
     os.utime(lock.path, (0, 0))
     lock.refresh()
     assert lock.path.stat().st_mtime > 1e9
@@ -134,7 +127,7 @@ def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> N
     lock.refresh()
     assert_held(tmp_path)
     lock.release()
-    take(tmp_path, "gpu-1", ME).release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
 
 
 def test_lock_follows_a_replaced_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +143,7 @@ def test_lock_follows_a_replaced_file(tmp_path: Path, monkeypatch: pytest.Monkey
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    lock = take(tmp_path, "gpu-1", ME)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
     assert os.fstat(lock.descriptor).st_ino == lock.path.stat().st_ino
     assert_held(tmp_path)
     lock.release()
@@ -160,7 +153,7 @@ def test_all_gpus_are_locked_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_check, "lock_folder", lambda: tmp_path)
     first, second = QUAD.gpus[:2]
     (held,) = host_check.take_gpus([second], "/runs/mine")
-    with pytest.raises(LockTakenError, match="GPU 1 is used by run mine"):
+    with pytest.raises(host_check.LockTakenError, match="GPU 1 is used by run mine"):
         host_check.take_gpus([first, second], "/runs/mine")
     for lock in (held, *host_check.take_gpus([first], "/runs/mine")):
         lock.release()

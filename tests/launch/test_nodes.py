@@ -12,22 +12,9 @@ from msgspec.structs import replace
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, argv
 from so_tui.launch.in_job import _planned_here
+from so_tui.launch.supervisor import host
+from so_tui.launch.supervisor import node as nodes
 from so_tui.launch.supervisor.ending import Evidence, Outcome, conclude, outcome_text
-from so_tui.launch.supervisor.host import (
-    ALONE,
-    Nodes,
-    hostfile,
-    node_values,
-    nodes_of_job,
-    numbered,
-)
-from so_tui.launch.supervisor.node import (
-    FIRST_SIGN_S,
-    NodeState,
-    OtherNodes,
-    attributed,
-    write_node_state,
-)
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, missing_network
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import OutcomeCode
@@ -39,7 +26,7 @@ JOB = {
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
     "SLURM_JOB_ID": "16003",
 }
-SECOND = Nodes(node=1, count=2, address="10.0.0.7", port=12_003)
+SECOND = host.Nodes(node=1, count=2, address="10.0.0.7", port=12_003)
 CORES = ((0, 1), (2, 3))
 LOST = Outcome(code=OutcomeCode.RANK_LOST, who="rank", rank=1, signal=9)
 OTHER_RANK = replace(LOST, rank=0, signal=None, reported="another rank was lost")
@@ -47,17 +34,21 @@ FAILED = Outcome(code=OutcomeCode.UNEXPECTED, exit_code=1)
 
 
 def test_slurm_says_which_node_this_is() -> None:
-    assert nodes_of_job(JOB) == SECOND
+    assert host.nodes_of_job(JOB) == SECOND
     assert SECOND.init_method == "tcp://10.0.0.7:12003"
     assert replace(SECOND, address="fd00::1").init_method == "tcp://[fd00::1]:12003"
-    assert nodes_of_job({"SLURM_NNODES": "1", "SLURM_NODEID": "0"}) == ALONE == nodes_of_job({})
+    assert (
+        host.nodes_of_job({"SLURM_NNODES": "1", "SLURM_NODEID": "0"})
+        == host.ALONE
+        == host.nodes_of_job({})
+    )
 
 
 def test_deepspeed_gets_the_gpus_of_each_node() -> None:
     plan = plan_of(spec_of(nodes=2, gpus=(1, 3)), cpus=CORES, gpus=True)
     plan = replace(plan, binding=tuple(replace(r, gpu=2 * r.rank + 1) for r in plan.binding))
-    assert hostfile(SECOND, plan) == "node0 slots=2\nnode1 slots=4\n"
-    values = node_values(SECOND, plan, "/run/hostfile")
+    assert host.hostfile(SECOND, plan) == "node0 slots=2\nnode1 slots=4\n"
+    values = host.node_values(SECOND, plan, "/run/hostfile")
     assert values[Placeholder.DEVICES] == "node0:0,1@node1:1,3"
     given = argv(plan)
     for option in ("--node_rank", "--node"):
@@ -68,7 +59,7 @@ def test_deepspeed_gets_the_gpus_of_each_node() -> None:
 
 def test_ranks_of_other_nodes_have_other_numbers() -> None:
     plan = plan_of(spec_of(nodes=2), cpus=CORES)
-    assert [rank.rank for rank in numbered(plan.binding, 1)] == [2, 3]
+    assert [rank.rank for rank in host.numbered(plan.binding, 1)] == [2, 3]
     submitted = launch_with(plan_of(spec_of(nodes=2, gpus=2)), cpu_machine(), forced=True)
     here = _planned_here(submitted, cpu_machine(), node=2).plan.binding
     assert [rank.rank for rank in here] == [4, 5]
@@ -106,15 +97,20 @@ def three_nodes(tmp_path: Path) -> RunDirectory:
 def test_a_silent_node_is_lost(three_nodes: RunDirectory) -> None:
     """It has time for its first sign."""
     clock = Clock()
-    others, late = OtherNodes(three_nodes, 1, 3, clock), OtherNodes(three_nodes, 1, 2, clock)
-    clock.now = FIRST_SIGN_S
+    others, late = (
+        nodes.OtherNodes(three_nodes, 1, 3, clock),
+        nodes.OtherNodes(three_nodes, 1, 2, clock),
+    )
+    clock.now = nodes.FIRST_SIGN_S
     assert late.cause(60) is None
     clock.now += 1
     assert late.cause(60) is not None
     for beat in range(5):
         clock.now += 30
         for node in (1, 2) if beat < 2 else (1,):
-            write_node_state(three_nodes, 1, node, NodeState(host=f"n{node}", heartbeat=beat))
+            nodes.write_node_state(
+                three_nodes, 1, node, nodes.NodeState(host=f"n{node}", heartbeat=beat)
+            )
         others.poll()
         lost = others.cause(60)
         assert (lost is None) == (beat < 4)
@@ -123,13 +119,13 @@ def test_a_silent_node_is_lost(three_nodes: RunDirectory) -> None:
 
 
 def test_what_ended_a_node_counts_before_what_followed(three_nodes: RunDirectory) -> None:
-    state = NodeState(host="n1", heartbeat=1, ended=True)
-    write_node_state(three_nodes, 1, 1, state)
-    assert OtherNodes(three_nodes, 1, 2).wait() is None
-    assert OtherNodes(three_nodes, 1, 1).wait() is None
-    write_node_state(three_nodes, 1, 1, replace(state, outcome=FAILED))
-    write_node_state(three_nodes, 1, 2, replace(state, host="n2", outcome=LOST))
-    cause = OtherNodes(three_nodes, 1, 3).wait()
+    state = nodes.NodeState(host="n1", heartbeat=1, ended=True)
+    nodes.write_node_state(three_nodes, 1, 1, state)
+    assert nodes.OtherNodes(three_nodes, 1, 2).wait() is None
+    assert nodes.OtherNodes(three_nodes, 1, 1).wait() is None
+    nodes.write_node_state(three_nodes, 1, 1, replace(state, outcome=FAILED))
+    nodes.write_node_state(three_nodes, 1, 2, replace(state, host="n2", outcome=LOST))
+    cause = nodes.OtherNodes(three_nodes, 1, 3).wait()
     assert cause == replace(LOST, node="n2")
     assert "n2" in outcome_text(cause, "one").reason
 
@@ -151,7 +147,7 @@ def test_what_ended_a_node_counts_before_what_followed(three_nodes: RunDirectory
 def test_the_cause_is_reported_and_not_what_followed_elsewhere(
     own: Outcome, others: Outcome | None, *, unprompted: bool, taken: bool
 ) -> None:
-    assert attributed(own, others, unprompted=unprompted) == (others if taken else own)
+    assert nodes.attributed(own, others, unprompted=unprompted) == (others if taken else own)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.commands.mpam import (
-    _partition_script,
-    _partitions,
-    _read_resctrl,
-    _Resctrl,
-    print_mpam_script,
-)
+from so_tui.commands import mpam
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.plan import RankBinding
@@ -49,14 +43,14 @@ def tree(
     return SystemFiles(build_files(everything, folder))
 
 
-def read(files: SystemFiles) -> _Resctrl:
-    found = _read_resctrl(files)
+def read(files: SystemFiles) -> mpam._Resctrl:
+    found = mpam._read_resctrl(files)
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def grace(tmp_path_factory: pytest.TempPathFactory) -> _Resctrl:
+def grace(tmp_path_factory: pytest.TempPathFactory) -> mpam._Resctrl:
     return read(tree(tmp_path_factory.mktemp("grace")))
 
 
@@ -66,12 +60,12 @@ def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
     )
 
 
-def schemata(found: _Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
-    return [partition.schemata for partition in _partitions(found, bindings(chips), "node7")]
+def schemata(found: mpam._Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
+    return [partition.schemata for partition in mpam._partitions(found, bindings(chips), "node7")]
 
 
-def test_the_published_example_follows_from_the_tree(grace: _Resctrl) -> None:
-    found = _partitions(grace, bindings(fraction=65 / 72), "node7")
+def test_the_published_example_follows_from_the_tree(grace: mpam._Resctrl) -> None:
+    found = mpam._partitions(grace, bindings(fraction=65 / 72), "node7")
     assert [(part.role, part.cpus, part.schemata) for part in found] == [
         ("main", tuple(range(7)), ("MB:1=100", "L3:1=ff0")),
         ("adam", tuple(range(7, 72)), ("MB:1=20", "L3:1=f")),
@@ -109,19 +103,19 @@ def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
     ],
 )
 def test_limits_of_other_hardware(
-    grace: _Resctrl, limits: dict[str, object], adam: tuple[str, ...]
+    grace: mpam._Resctrl, limits: dict[str, object], adam: tuple[str, ...]
 ) -> None:
     assert schemata(replace(grace, **limits))[1] == adam
 
 
-def test_parts_of_a_mask_are_disjoint_and_whole(grace: _Resctrl) -> None:
+def test_parts_of_a_mask_are_disjoint_and_whole(grace: mpam._Resctrl) -> None:
     for bits in range(4, 33):
         cut = schemata(replace(grace, caches={"L3": {1: 2**bits - 1}}))
         main, adam = (int(lines[1].partition("=")[2], 16) for lines in cut)
         assert (main & adam, main | adam) == (0, 2**bits - 1)
 
 
-def test_why_nothing_is_partitioned(grace: _Resctrl) -> None:
+def test_why_nothing_is_partitioned(grace: mpam._Resctrl) -> None:
     without = tuple(replace(binding, adam_cpus=()) for binding in bindings())
     shared = tuple(replace(binding, main_cpus=(0,), adam_cpus=(0,)) for binding in bindings())
     for code, limits, ranks in (
@@ -132,7 +126,7 @@ def test_why_nothing_is_partitioned(grace: _Resctrl) -> None:
         ("no-adam-cores", grace, shared),
     ):
         with rejected(code):
-            _partitions(limits, ranks, "node7")
+            mpam._partitions(limits, ranks, "node7")
 
 
 def test_bandwidth_in_bytes_is_left_alone(tmp_path: Path) -> None:
@@ -149,8 +143,8 @@ def run_script(script: str, *arguments: str) -> None:
 def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) -> None:
     files, folder = tree(tmp_path), tmp_path / "sys/fs/resctrl"
     found = replace(read(files), mount=str(folder))
-    wanted = _partitions(found, bindings(), "node7")
-    script = _partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
+    wanted = mpam._partitions(found, bindings(), "node7")
+    script = mpam._partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
     assert "\x1b" not in script
     run_script(script, "-s")
     assert read(files).groups == {f"so-tui-{part.role}": part.cpus for part in wanted}
@@ -170,11 +164,11 @@ def test_doctor_prints_the_script(
         (SystemFiles(kernel), "mount -t resctrl"),
     ):
         monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda files=files: files)
-        assert print_mpam_script(superchips(1), None) == 0
+        assert mpam.print_mpam_script(superchips(1), None) == 0
         script = capsys.readouterr().out
         assert printed in script
         run_script(script, "-n")
     nothing = SystemFiles(tmp_path / "none")
     monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda: nothing)
     with rejected("no-resctrl"):
-        print_mpam_script(superchips(1), None)
+        mpam.print_mpam_script(superchips(1), None)

@@ -14,14 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.supervisor.samples import (
-    IDLE_NICE,
-    _HighWater,
-    _node_bytes,
-    _read_placements,
-    misplaced,
-    share_on_nodes,
-)
+from so_tui.launch.supervisor import samples as sampling
 from so_tui.plan.binding import bind_ranks
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import Process, RankPlacement
@@ -42,8 +35,8 @@ NUMA_MAPS = b"""\
 
 
 def test_memory_by_node_leaves_out_files() -> None:
-    assert _node_bytes(NUMA_MAPS) == {0: 64 << 10, 1: 3 * (64 << 10) + 4 * (2 << 20)}
-    assert _node_bytes(b"") == {}
+    assert sampling._node_bytes(NUMA_MAPS) == {0: 64 << 10, 1: 3 * (64 << 10) + 4 * (2 << 20)}
+    assert sampling._node_bytes(b"") == {}
 
 
 @pytest.mark.parametrize(
@@ -61,16 +54,18 @@ def test_cores_other_than_planned_or_fewer_are_misplaced(
     cpus: tuple[int, ...], adam_cpus: tuple[int, ...], main_cpus: tuple[int, ...], *, wrong: bool
 ) -> None:
     placement = replace(RIGHT, cpus=cpus, adam_cpus=adam_cpus)
-    assert misplaced(placement, BINDING.cpus, main_cpus) == wrong
+    assert sampling.misplaced(placement, BINDING.cpus, main_cpus) == wrong
 
 
 def test_the_share_of_memory_on_the_right_node() -> None:
     assert BINDING.memory_policy.nodes == (1,)
-    assert share_on_nodes(RIGHT, (1,)) == 0.99
-    assert share_on_nodes(replace(RIGHT, node_bytes={0: 5}), (1,)) == 0.0
-    assert share_on_nodes(replace(RIGHT, node_bytes={}), (1,)) is None
-    assert share_on_nodes(RIGHT, ()) is None  # any node will do
-    assert share_on_nodes(replace(RIGHT, node_bytes={0: 5}), ()) == 1.0  # a host with one node
+    assert sampling.share_on_nodes(RIGHT, (1,)) == 0.99
+    assert sampling.share_on_nodes(replace(RIGHT, node_bytes={0: 5}), (1,)) == 0.0
+    assert sampling.share_on_nodes(replace(RIGHT, node_bytes={}), (1,)) is None
+    assert sampling.share_on_nodes(RIGHT, ()) is None  # any node will do
+    assert (
+        sampling.share_on_nodes(replace(RIGHT, node_bytes={0: 5}), ()) == 1.0
+    )  # a host with one node
 
 
 @contextmanager
@@ -95,16 +90,19 @@ def test_a_real_process_is_found_where_it_was_put(monkeypatch: pytest.MonkeyPatc
         other, listed = identify(os.getpid()), os.listdir
         assert other is not None
         monkeypatch.setattr(os, "listdir", lambda path: [str(1 << 30), *listed(path)])
-        (placement,) = _read_placements([other, sleeper])
+        (placement,) = sampling._read_placements([other, sleeper])
     assert (placement.rank, placement.cpus, placement.adam_cpus) == (3, (cpu,), ())
-    assert placement.nice in (19, IDLE_NICE)  # the tests themselves may run with idle priority
+    assert placement.nice in (
+        19,
+        sampling.IDLE_NICE,
+    )  # the tests themselves may run with idle priority
     assert sum(placement.node_bytes.values()) > 1 << 20
 
 
 def test_a_process_that_has_ended_is_nowhere() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         gone = Process(pid=child.pid, start_time=1, role="rank", rank=0)
-    assert _read_placements([gone]) == (RankPlacement(rank=0, cpus=()),)
+    assert sampling._read_placements([gone]) == (RankPlacement(rank=0, cpus=()),)
 
 
 RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for rank in (0, 1))
@@ -122,7 +120,7 @@ def status(
 
 def test_memory_that_was_given_back_is_remembered() -> None:
     with waiting("b = bytearray(200_000_000); b[::4096] = b'1' * len(b[::4096]); del b") as process:
-        highest = _HighWater().read([process])
+        highest = sampling._HighWater().read([process])
     assert highest is not None
     assert 200_000_000 < highest < 260_000_000
 
@@ -134,7 +132,7 @@ def test_what_processes_share_counts_once(tmp_path: Path) -> None:
     for rank, worker in zip(RANKS, WORKERS, strict=True):
         status(tmp_path, rank, 5_000 + 1_000 + 40_000, 1_000, 40_000)
         status(tmp_path, worker, 10 + 5 + 50_000, 5, 50_000)
-    highest = _HighWater().read([*RANKS, *WORKERS], tmp_path)
+    highest = sampling._HighWater().read([*RANKS, *WORKERS], tmp_path)
     assert highest == (2 * (5_000 + 10 + 50_000) + 1_000) << 20
 
 
@@ -142,7 +140,7 @@ def test_memory_that_moves_between_processes_is_not_added(tmp_path: Path) -> Non
     """The weights of a rank pass through its memory before the Adam worker touches its states;
     shared memory stays counted once when a process lets go of it.
     """
-    water, (rank, worker) = _HighWater(), (RANKS[0], WORKERS[0])
+    water, (rank, worker) = sampling._HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank, 10_000, 1_000)
     assert water.read([rank], tmp_path) == 10_000 << 20
     status(tmp_path, worker, 56_000, 0, 56_000)
@@ -157,7 +155,7 @@ def test_memory_that_moves_between_processes_is_not_added(tmp_path: Path) -> Non
 
 
 def test_peak_between_looks_counts_with_what_others_have(tmp_path: Path) -> None:
-    water = _HighWater()
+    water = sampling._HighWater()
     assert water.read(RANKS, tmp_path) is None, "processes that tell nothing are no reading"
     for process in RANKS:
         status(tmp_path, process, 2_000)

@@ -11,17 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
+from so_tui.launch import places
 from so_tui.launch.checks import preflight
 from so_tui.launch.launch import prepare
-from so_tui.launch.places import (
-    _seen_machine,
-    keep_network,
-    machine_of,
-    remember,
-    source_of,
-    with_measured_network,
-    with_remedy,
-)
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.script import _site_names, _user_sites, load_site
 from so_tui.machine.known import MACHINES
@@ -41,7 +33,7 @@ READ = replace(QUAD, network=Network(gbit_per_s=200, source="hsn0"))
 
 
 def found(partition: str, site: str = "", here: Machine = CPU_ONLY) -> Machine:
-    return machine_of(SlurmSpec(partition=partition, site=site), here)
+    return places.machine_of(SlurmSpec(partition=partition, site=site), here)
 
 
 @pytest.fixture
@@ -61,16 +53,16 @@ def test_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int | 
     assert [gpu.name for gpu in machine.gpus] == (gpus or 0) * ["NVIDIA GH200 120GB"]
     assert (replace(machine, network=None) == CPU_ONLY) == (gpus is None)
     error = Refused([Refusal("no-room", "it does not fit")])
-    remedy = with_remedy(error, SlurmSpec(partition=partition, site=site), described=False)
+    remedy = places.with_remedy(error, SlurmSpec(partition=partition, site=site), described=False)
     assert remedy.codes == ("no-room", *["partition-unknown"] * (gpus is None))
 
 
 def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
-    assert source_of(SlurmSpec(partition="gg", site="vista")) == (None, "")
-    assert source_of(SlurmSpec(partition="gh", site="vista")) == (None, "TACC Vista")
-    remember(cluster, "gh", CPU_ONLY)
+    assert places.source_of(SlurmSpec(partition="gg", site="vista")) == (None, "")
+    assert places.source_of(SlurmSpec(partition="gh", site="vista")) == (None, "TACC Vista")
+    places.remember(cluster, "gh", CPU_ONLY)
     assert replace(found("gh", "vista", here=QUAD), network=None) == CPU_ONLY
-    seen, _ = source_of(SlurmSpec(partition="gh", site="vista"))
+    seen, _ = places.source_of(SlurmSpec(partition="gh", site="vista"))
     assert seen == pytest.approx(time.time(), abs=60)
 
 
@@ -81,7 +73,7 @@ def test_plan_says_what_its_machine_is_known_from(
     today = date.today()
     main([*plan, "--partition", "gh"])
     assert "so-tui run tiny --partition gh" in capsys.readouterr().out
-    remember(cluster, "gh", QUAD)
+    places.remember(cluster, "gh", QUAD)
     main([*plan, "--partition", "gh"])
     told = capsys.readouterr().out
     assert any(str(day) in told for day in (today, date.today()))  # it may be midnight
@@ -90,18 +82,18 @@ def test_plan_says_what_its_machine_is_known_from(
 
 
 def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
-    remember(cluster, "ghx4", PART)
+    places.remember(cluster, "ghx4", PART)
     assert len(found("ghx4", "deltaai").gpus) == 4  # as the profile says
-    assert source_of(SlurmSpec(partition="ghx4", site="deltaai"))[0] is None
+    assert places.source_of(SlurmSpec(partition="ghx4", site="deltaai"))[0] is None
     assert len(found("ghx4").gpus) == 1  # nothing else is known
-    remember(cluster, "ghx4", QUAD)
-    remember(cluster, "ghx4", PART)
-    keep_network(cluster, "ghx4", PART, RATE, local_ranks=1)
+    places.remember(cluster, "ghx4", QUAD)
+    places.remember(cluster, "ghx4", PART)
+    places.keep_network(cluster, "ghx4", PART, RATE, local_ranks=1)
     whole = found("ghx4", "deltaai")
     assert len(whole.gpus) == 4
     assert whole.network is not None
     assert between_hosts_bytes_per_s(whole.network, 0.25) == pytest.approx(25e9, rel=0.01)
-    remember(cluster, "ghx4", replace(QUAD, gpus=QUAD.gpus[:2]))  # a whole node
+    places.remember(cluster, "ghx4", replace(QUAD, gpus=QUAD.gpus[:2]))  # a whole node
     assert len(found("ghx4", "deltaai").gpus) == 2
 
 
@@ -119,7 +111,7 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
         monkeypatch.setenv(variable, value)
         capsys.readouterr()
         assert main(["inspect", "--json"]) == 0
-        seen = _seen_machine(cluster, "gh")
+        seen = places._seen_machine(cluster, "gh")
         assert (seen is not None) == kept
     assert json.loads(capsys.readouterr().out)["hostname"] == socket.gethostname()
     assert seen is not None
@@ -129,10 +121,10 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
 def test_clusters_that_share_a_home_are_kept_apart(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remember(cluster, "normal", CPU_ONLY)
+    places.remember(cluster, "normal", CPU_ONLY)
     monkeypatch.setattr(client, "cluster_name", lambda: "Our cluster_1")
     assert found("normal", here=QUAD) == QUAD
-    remember("Our cluster_1", "normal", replace(QUAD, hostname="theirs"))
+    places.remember("Our cluster_1", "normal", replace(QUAD, hostname="theirs"))
     assert found("normal").hostname == "theirs"
     monkeypatch.setattr(client, "cluster_name", lambda: cluster)
     assert found("normal", here=QUAD) == CPU_ONLY
@@ -145,26 +137,26 @@ def test_profile_says_how_fast_until_a_job_has_seen(cluster: str) -> None:
     assert published is not None
     assert published.gbit_per_s == 400
     assert "TACC" in published.source
-    remember(cluster, "gg", READ)
+    places.remember(cluster, "gg", READ)
     assert found("gg", "vista", here=login).network == READ.network
 
 
 def test_measured_network_counts_most(cluster: str) -> None:
     """More than any other that is known of, and a new inspection keeps it."""
-    remember(cluster, "gh", QUAD)
-    keep_network(cluster, "gh", QUAD, RATE, local_ranks=2)
+    places.remember(cluster, "gh", QUAD)
+    places.keep_network(cluster, "gh", QUAD, RATE, local_ranks=2)
     measured = found("gh", "vista").network
     assert measured is not None
     for share, bytes_per_s in ((0.5, 25e9), (1.0, 50e9)):  # two of four GPUs, as it was measured
         rate = between_hosts_bytes_per_s(measured, share)
         assert rate == pytest.approx(bytes_per_s, rel=0.01)
     assert "3 nodes" in measured.source
-    remember(cluster, "gh", replace(READ, hostname="another"))
+    places.remember(cluster, "gh", replace(READ, hostname="another"))
     assert found("gh", "vista") == replace(READ, hostname="another", network=measured)
-    assert with_measured_network(cluster, "gh", CPU_ONLY).network == measured
-    remember(cluster, "unmeasured", READ)
+    assert places.with_measured_network(cluster, "gh", CPU_ONLY).network == measured
+    places.remember(cluster, "unmeasured", READ)
     for partition in ("another", "unmeasured"):
-        assert with_measured_network(cluster, partition, CPU_ONLY) == CPU_ONLY
+        assert places.with_measured_network(cluster, partition, CPU_ONLY) == CPU_ONLY
 
 
 def test_every_profile_names_machines_that_are_known() -> None:
@@ -186,7 +178,7 @@ def test_wrong_profile_stops_no_plan(cluster: str, capsys: pytest.CaptureFixture
     write_profile("b-wrong-one", 'title = "x"\nunknown = 1')
     assert found("normal", here=QUAD) == QUAD
     write_profile("ours", f'title = "Ours"\nclusters = ["{cluster}"]\nmachine = "gh200-quad-120"\n')
-    assert source_of(SlurmSpec(partition="normal")) == (None, "Ours")
+    assert places.source_of(SlurmSpec(partition="normal")) == (None, "Ours")
     assert main(["plan", "tiny", "--partition", "normal"]) == 0
     spec = tiny(slurm__partition="normal")
     told = " ".join(preflight(prepare(spec, CPU_ONLY, force=True))[1])

@@ -9,17 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import (
-    Ran,
-    _workload_of,
-    compared,
-    measured_of,
-    predicted_of,
-    probe_of,
-    probe_spec,
-    settings_text,
-    write_rows,
-)
+from so_tui.launch import probe as probing
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan.measured import Figures, Probe, calibration_of, store
@@ -50,19 +40,19 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
         model="m",
         mode=plan.mode,
         ranks=1,
-        settings=settings_text(plan),
+        settings=probing.settings_text(plan),
         workload=workload,
         predicted=predicted,
         actual=actual,
     )
 
 
-def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> Ran:
+def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> probing.Ran:
     finished = RunState(name="run", state="finished")
-    return Ran(RunDirectory(Path("run")), finished, [*records], [*samples])
+    return probing.Ran(RunDirectory(Path("run")), finished, [*records], [*samples])
 
 
-def six_steps(kept: Sequence[int] = (0,) * 6) -> Ran:
+def six_steps(kept: Sequence[int] = (0,) * 6) -> probing.Ran:
     """Return six steps, with how many the engine had kept so far."""
     return ran(*(step_record(number, kept_steps=so_far) for number, so_far in enumerate(kept, 1)))
 
@@ -81,9 +71,9 @@ def test_rows_are_tokenised_as_planned(
     """By a probe without data of its own."""
     sizes = {"data.sequence_length": "2048", "train.micro_batch": "3"}
     spec = with_values(find_preset("tiny").spec, sizes)
-    rows = write_rows(spec, known, tmp_path / "probes")
-    assert write_rows(spec, known, tmp_path / "probes") == rows
-    short = probe_spec(spec, "random", rows=rows)
+    rows = probing.write_rows(spec, known, tmp_path / "probes")
+    assert probing.write_rows(spec, known, tmp_path / "probes") == rows
+    short = probing.probe_spec(spec, "random", rows=rows)
     documents = cache.read(tokens.prepare(short), short.data)
     lengths = documents.lengths
     assert lengths.mean() == pytest.approx(length, rel=0.1)
@@ -97,7 +87,7 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     plan, useful = make_plan(SPEC, H200), 16_000
     tflops = model_flops(flops_of(SPEC.model), useful, [160] * 100) / 2.0 / 1e12  # of 2 s
     counts = {"useful_tokens": useful, "trained_tokens": 8_192}
-    found = _workload_of([step_record(3, model_tflops_per_gpu=tflops, **counts)], plan)
+    found = probing._workload_of([step_record(3, model_tflops_per_gpu=tflops, **counts)], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
 
@@ -114,7 +104,7 @@ def test_the_loads_peak_ends_where_training_begins() -> None:
         replace(sample, time=1e9 + second, run_memory_peak_bytes=peak_gb * 10**9)
         for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12))
     ]
-    measured = measured_of(ran(*records, samples=samples), make_plan(SPEC, H200))
+    measured = probing.measured_of(ran(*records, samples=samples), make_plan(SPEC, H200))
     assert measured.figures.host_load_bytes == 7 * 10**9
 
 
@@ -129,7 +119,7 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
         "data.subset": "main",
     }
     spec = make_plan(with_values(SPEC, wishes), H200).spec
-    short = probe_spec(spec, "random")
+    short = probing.probe_spec(spec, "random")
     tracking, data, saved = short.tracking, short.data, short.checkpoint
     assert (tracking.wandb, tracking.tensorboard) == (False, False)
     assert (data.subset, data.evaluation_split, data.held_out) == ("", "", 0)
@@ -137,14 +127,16 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
     assert (saved.every_steps, saved.every_minutes, saved.at_end, saved.export) == (0, 0, 0, 0)
     assert (short.model.weights, data.source) == ("random", "builtin:tiny/rows.jsonl")
     assert data.packing
-    assert not probe_spec(with_values(spec, {"data.packing": "false"}), "random").data.packing
-    own = probe_spec(with_values(spec, {"model.weights": "pretrained"}), "spec")
+    assert not probing.probe_spec(
+        with_values(spec, {"data.packing": "false"}), "random"
+    ).data.packing
+    own = probing.probe_spec(with_values(spec, {"model.weights": "pretrained"}), "spec")
     assert (own.model.weights, own.data.source) == ("pretrained", spec.data.source)
 
 
 def test_prediction_is_compared_figure_by_figure() -> None:
     workload = Workload(attended_tokens=160, trained_share=0.5, useful_share=0.97)
-    plan, predicted = predicted_of(SPEC, H200, workload)
+    plan, predicted = probing.predicted_of(SPEC, H200, workload)
     actual = replace(
         predicted,
         step_s=2 * predicted.step_s,
@@ -153,7 +145,7 @@ def test_prediction_is_compared_figure_by_figure() -> None:
         gpu_device_bytes=0,
     )
     probe = probe_with(workload, predicted, actual, plan)
-    errors = {name: error for name, _, _, error in compared(probe)}
+    errors = {name: error for name, _, _, error in probing.compared(probe)}
     assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
@@ -178,7 +170,7 @@ def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]
     same = {key: value for key, value in changes.items() if key == "offload.mode"}
     made = []
     for other in (same, changes, changes):
-        plan, predicted = predicted_of(with_values(plain, other), H200, Workload())
+        plan, predicted = probing.predicted_of(with_values(plain, other), H200, Workload())
         made.append(probe_with(Workload(), predicted, predicted, plan))
         store(H200, probe=made[-1])
     known = calibration_of(H200)
@@ -221,12 +213,12 @@ def test_steps_above_the_limit_have_their_own_prediction(
     counted = {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
     plan = make_plan(with_values(SPEC, ON_HOST | clipped | counted), H200)
     assert plan.host_optional_bytes
-    measured = measured_of(six_steps(kept), plan)
+    measured = probing.measured_of(six_steps(kept), plan)
     assert measured.held_back_steps == held_back
-    probe = probe_of(measured, plan, H200)
-    _, early = predicted_of(plan.spec, H200, probe.workload)
+    probe = probing.probe_of(measured, plan, H200)
+    _, early = probing.predicted_of(plan.spec, H200, probe.workload)
     waits = with_values(plan.spec, {"offload.speculation": "off"})
-    _, waiting = predicted_of(waits, H200, probe.workload)
+    _, waiting = probing.predicted_of(waits, H200, probe.workload)
     assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
     expected = waiting if held_back else early
     assert probe.predicted.step_s == expected.step_s
@@ -241,9 +233,9 @@ def test_fetching_probe_records_prediction_without() -> None:
         for where in ("none", "cpu")
     )
     run = six_steps()
-    assert probe_of(measured_of(run, plain), plain, H200).computing is None
-    probe = probe_of(measured_of(run, fetching), fetching, H200)
-    _, expected = predicted_of(plain.spec, H200, probe.workload)
+    assert probing.probe_of(probing.measured_of(run, plain), plain, H200).computing is None
+    probe = probing.probe_of(probing.measured_of(run, fetching), fetching, H200)
+    _, expected = probing.predicted_of(plain.spec, H200, probe.workload)
     assert probe.computing is not None
     assert probe.host_weights
     assert probe.computing.forward_s == expected.forward_s < probe.predicted.forward_s

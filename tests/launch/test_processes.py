@@ -19,14 +19,6 @@ import pytest
 
 from so_tui.launch.command import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.supervisor import processes
-from so_tui.launch.supervisor.processes import (
-    OwnProcesses,
-    ProcessTree,
-    _order_of_loss,
-    _role_of,
-    _send,
-    markers,
-)
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import write_manifest
 from so_tui.runs.liveness import Stat, read_stat
@@ -58,7 +50,7 @@ def say(process: subprocess.Popen[bytes], line: str) -> None:
     process.stdin.flush()
 
 
-def roles(tree: ProcessTree) -> dict[int, str]:
+def roles(tree: processes.ProcessTree) -> dict[int, str]:
     return {known.pid: known.role for known in tree.alive}
 
 
@@ -81,7 +73,7 @@ def test_process_before_exec_is_known(
     """
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9 if young else 0)
     with started(*argv, executable="/bin/sh") as process:
-        tree = ProcessTree(NO_MARKS, os.getpid())
+        tree = processes.ProcessTree(NO_MARKS, os.getpid())
         tree.scan()
         assert roles(tree)[process.pid] == "other"
         say(process, SLEEPER)
@@ -98,7 +90,7 @@ def test_an_alert_command_is_no_process_of_the_run() -> None:
     """
     script = "read line; exec env SO_TUI_ALERT_KIND=loss sleep 60"
     with started("sh", "-c", script) as process:
-        tree = ProcessTree(NO_MARKS, os.getpid())
+        tree = processes.ProcessTree(NO_MARKS, os.getpid())
         tree.scan()
         assert process.pid in roles(tree)
         say(process, "go")
@@ -113,13 +105,15 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with started("sleep", "60", run=tmp_path, run_id="one") as process:
         wait_for_environment(process.pid)
-        assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+        assert processes.OwnProcesses().carry(processes.markers(run)), (
+            "a run of an older version has no id"
+        )
         write_manifest(run)
         manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):
             run.manifest_path.write_text(json.dumps(manifest | {"id": known}))
-            assert OwnProcesses().carry(markers(run)) == carried
-            tree = ProcessTree(markers(run), supervisor_pid=-1)
+            assert processes.OwnProcesses().carry(processes.markers(run)) == carried
+            tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)
             assert [found.pid for found in tree.alive] == [process.pid] * carried
 
@@ -130,13 +124,13 @@ def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with started("sleep", "60", run=tmp_path, user=61_999) as process:
         wait_for_environment(process.pid)
-        tree = ProcessTree(markers(run), supervisor_pid=os.getpid())
+        tree = processes.ProcessTree(processes.markers(run), supervisor_pid=os.getpid())
         tree.scan(thorough=True)
         assert process.pid not in roles(tree)
-        _send(recorded(process.pid), signal.SIGKILL)
+        processes._send(recorded(process.pid), signal.SIGKILL)
         time.sleep(0.1)
         assert process.poll() is None
-        assert not OwnProcesses().carry(markers(run))
+        assert not processes.OwnProcesses().carry(processes.markers(run))
 
 
 def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +149,7 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
 
         for process in (first, second):
             wait_for_environment(process.pid)
-        tree = ProcessTree(markers(run), supervisor_pid=-1)
+        tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
         tree.scan(thorough=True)
         patch.setattr(os, "kill", refuse)
         with pytest.raises(PermissionError):
@@ -188,7 +182,7 @@ WORKER = ("python", "-P", "/lib/superoffload/worker.py", "3")
     ],
 )
 def test_roles(argv: tuple[str, ...], parent: Role | None, role: Role) -> None:
-    assert _role_of(argv, parent) == role
+    assert processes._role_of(argv, parent) == role
 
 
 STARTER, TERM = -1, signal.SIGTERM
@@ -213,7 +207,7 @@ def test_cause_is_not_what_followed(codes: dict[int, int | None], wanted: int) -
             Process(pid=9 + rank, start_time=1, role=starter if rank < 0 else "rank"): code
             for rank, code in codes.items()
         }
-        cause = min(lost, key=lambda process: _order_of_loss(process, lost[process]))
+        cause = min(lost, key=lambda process: processes._order_of_loss(process, lost[process]))
         assert cause.pid == 9 + wanted
 
 
@@ -228,7 +222,7 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
 
     with started(*WAITS, run=tmp_path) as process:
         wait_for_environment(process.pid)
-        tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
+        tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
         (known,) = tree.alive
         with monkeypatch.context() as patch:
@@ -244,7 +238,7 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
-    tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
+    tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
     seen: list[Process] = []
     ended: list[Process] = []
     for arguments in (["--local_rank=0"], [], [], [], []):
@@ -303,8 +297,8 @@ def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:
     with started("sleep", "60") as process:
         known = recorded(process.pid)
         earlier = Process(pid=known.pid, start_time=known.start_time - 1)
-        _send(earlier, signal.SIGKILL)
+        processes._send(earlier, signal.SIGKILL)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
-        _send(known, signal.SIGTERM)
+        processes._send(known, signal.SIGTERM)
         assert process.wait(LIMIT_S) == -signal.SIGTERM

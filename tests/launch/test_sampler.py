@@ -14,16 +14,8 @@ import pynvml
 import pytest
 from msgspec.structs import replace
 
+from so_tui.launch.supervisor import samples as sampling
 from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree
-from so_tui.launch.supervisor.samples import (
-    GpuSampler,
-    Sampler,
-    _busy_percent,
-    _read_cpu_times,
-    _read_node_memory,
-    _throttling,
-    oom_kills,
-)
 from so_tui.machine import inspect_machine
 from so_tui.machine.system_files import SystemFiles
 from so_tui.runs.liveness import read_stat
@@ -47,7 +39,7 @@ def cpu_ticks(pid: int) -> int:
 def sampled(root: Path) -> Sample:
     """Return a sample of the machine whose files are in a folder."""
     tree = ProcessTree(frozenset({"MARK=none"}), supervisor_pid=os.getpid())
-    sampler = Sampler(inspect_machine(root), tree, attempt=1, root=root)
+    sampler = sampling.Sampler(inspect_machine(root), tree, attempt=1, root=root)
     sample = sampler.sample()
     sampler.gpus.close()
     assert sampler.gpus.processes() == {}
@@ -56,9 +48,9 @@ def sampled(root: Path) -> Sample:
 
 def test_busy_share_of_a_core(tmp_path: Path) -> None:
     build_files({"/proc/stat": STAT}, tmp_path)
-    assert _read_cpu_times(tmp_path) == {0: (80, 100), 3: (50, 100)}
+    assert sampling._read_cpu_times(tmp_path) == {0: (80, 100), 3: (50, 100)}
     readings = (((80, 100), (80, 200)), ((10, 100), (60, 300)), ((0, 0), (1, 2)), ((1, 2), (1, 2)))
-    assert [_busy_percent(*pair) for pair in readings] == [100, 75, 0, 0]
+    assert [sampling._busy_percent(*pair) for pair in readings] == [100, 75, 0, 0]
 
 
 def test_memory_by_node_without_numa_and_of_the_only_node(tmp_path: Path) -> None:
@@ -68,10 +60,10 @@ def test_memory_by_node_without_numa_and_of_the_only_node(tmp_path: Path) -> Non
     folder = "/sys/devices/system/node/node0"
     root = build_files({"/proc/meminfo": host, "/proc/stat": STAT}, tmp_path)
     files = SystemFiles(root)
-    assert _read_node_memory(files, 0, sole=True)["Cached"] == 51200
+    assert sampling._read_node_memory(files, 0, sole=True)["Cached"] == 51200
     build_files({f"{folder}/meminfo": node, f"{folder}/cpulist": "0\n"}, tmp_path)
     own = {"MemTotal": 1024000, "MemFree": 409600, "FilePages": 102400}
-    assert _read_node_memory(files, 0, sole=False) == own
+    assert sampling._read_node_memory(files, 0, sole=False) == own
     inspected = inspect_machine(root).numa_nodes[0]
     (sample,) = sampled(root).nodes
     found = (sample.memory_total_bytes, sample.memory_used_bytes, sample.file_cache_bytes)
@@ -89,7 +81,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
         tree = ProcessTree(frozenset({f"MARK={tmp_path}"}), supervisor_pid=-1)
         tree.scan(thorough=True)
         assert [process.pid for process in tree.alive] == [child.pid]
-        sampler = Sampler(machine, tree, attempt=1)
+        sampler = sampling.Sampler(machine, tree, attempt=1)
         tree.cpu_s()
         begun = cpu_ticks(child.pid)
         time.sleep(1)
@@ -128,14 +120,14 @@ def test_other_processes_that_compute_are_named() -> None:
             child.kill()
     assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
     assert found[0].cores >= 0.1
-    assert found[0].cpu in _read_cpu_times()
+    assert found[0].cpu in sampling._read_cpu_times()
     assert child.pid not in others
 
 
 def test_reasons_for_throttling() -> None:
     reasons = (0, 0x1 | 0x2 | 0x10, 0x4, 0x8 | 0x40, 0x8 | 0x80, 0x8)
     named = [(), (), ("power",), ("heat",), ("power-brake",), ("hardware",)]
-    assert list(map(_throttling, reasons)) == named
+    assert list(map(sampling._throttling, reasons)) == named
 
 
 def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
@@ -155,7 +147,7 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
     GPU was lost.
     """
     imitate_nvml(monkeypatch, nvmlInit=None)
-    sampler = GpuSampler(superchips(1).gpus)
+    sampler = sampling.GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
     sampler.close()
 
@@ -182,7 +174,7 @@ def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlGpmMetricsGet="done",
         nvmlShutdown=None,
     )
-    sampler = GpuSampler(superchips(1).gpus)
+    sampler = sampling.GpuSampler(superchips(1).gpus)
     known = GpuSample(
         index=0,
         busy_percent=97,
@@ -204,7 +196,7 @@ def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_gpus_are_sampled() -> None:
     gpus = inspect_machine().gpus
-    sampler = GpuSampler(gpus)
+    sampler = sampling.GpuSampler(gpus)
     sampler.sample()
     time.sleep(1)
     samples = sampler.sample()
@@ -252,8 +244,8 @@ def test_gpus_of_amd_are_sampled_from_their_drivers_files(tmp_path: Path) -> Non
 
 def test_oom_kills_are_of_the_cgroup_or_host(tmp_path: Path) -> None:
     build_files({"/proc/vmstat": "nr_free 1\noom_kill 7\n"}, tmp_path)
-    assert oom_kills(tmp_path) == 7
+    assert sampling.oom_kills(tmp_path) == 7
     events = "low 0\nmax 3\noom 2\noom_kill 2\n"
     build_files({"/sys/fs/cgroup/job/step/memory.events": events}, tmp_path)
     build_files({"/proc/self/cgroup": "0::/job/step\n"}, tmp_path)
-    assert oom_kills(tmp_path) == 2
+    assert sampling.oom_kills(tmp_path) == 2

@@ -12,21 +12,7 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.supervisor.slowness import (
-    LEAST_STEPS,
-    WINDOW_S,
-    CauseCode,
-    SlowWatch,
-    _cause_text,
-    _Clock,
-    _foreign_share,
-    _Measured,
-    _measured_of,
-    _Planned,
-    _ranked_causes,
-    slowdown_remedy,
-    slowdown_text,
-)
+from so_tui.launch.supervisor import slowness
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.plan import Plan, PlannedRates, StepTime
 from so_tui.plan.planner import make_plan
@@ -54,8 +40,8 @@ RATES = PlannedRates(
     h2d_bytes=20_000_000_000,
 )
 STEP = StepTime(forward_s=0.8, backward_s=2.0, exposed_optimizer_s=0.1, data_s=0.1)
-PLANNED = _Planned(step=STEP, rates=RATES, binding=BINDING)
-SLOW = _Measured(
+PLANNED = slowness._Planned(step=STEP, rates=RATES, binding=BINDING)
+SLOW = slowness._Measured(
     step_s=4.5,
     data_s=0.1,
     forward_s=0.8,
@@ -65,7 +51,7 @@ SLOW = _Measured(
     d2h_bytes_per_s=340e9,
     h2d_bytes_per_s=375e9,
     foreign_share=0.02,
-    clock=_Clock(mhz=1755, max_mhz=1980, throttled_share=0),
+    clock=slowness._Clock(mhz=1755, max_mhz=1980, throttled_share=0),
 )
 SLOW_ADAM = {"adam_busy_s": 2.8, "adam_bytes_per_s": 70e9}
 
@@ -77,8 +63,8 @@ SLOW_ADAM = {"adam_busy_s": 2.8, "adam_bytes_per_s": 70e9}
         ({}, []),
         ({"d2h_bytes_per_s": 0.55 * RATES.d2h_bytes_per_s}, []),  # usual if GPUs share a host
         ({"foreign_share": 0.5}, ["foreign-load"]),
-        ({"clock": _Clock(mhz=1100, max_mhz=1980, throttled_share=0.0)}, ["clocks"]),
-        ({"clock": _Clock(mhz=1500, max_mhz=1980, throttled_share=0.9)}, ["clocks"]),
+        ({"clock": slowness._Clock(mhz=1100, max_mhz=1980, throttled_share=0.0)}, ["clocks"]),
+        ({"clock": slowness._Clock(mhz=1500, max_mhz=1980, throttled_share=0.9)}, ["clocks"]),
         ({"d2h_bytes_per_s": 25e9}, ["copies"]),
         ({"h2d_bytes_per_s": 25e9}, ["copies"]),
         (SLOW_ADAM, ["adam"]),
@@ -90,7 +76,7 @@ SLOW_ADAM = {"adam_busy_s": 2.8, "adam_bytes_per_s": 70e9}
     ],
 )
 def test_causes_are_ranked(changes: dict[str, Any], codes: list[str]) -> None:
-    causes = _ranked_causes(replace(SLOW, **changes), PLANNED)
+    causes = slowness._ranked_causes(replace(SLOW, **changes), PLANNED)
     assert [cause.code for cause in causes] == codes
     if len(causes) == 1:
         assert 0.1 < causes[0].seconds / 1.5 < 1.001
@@ -112,7 +98,7 @@ PLACED = RankPlacement(
 )
 def test_placement_comes_before_its_effects(first: str, placement: RankPlacement) -> None:
     measured = replace(SLOW, placement=(placement,), foreign_share=0.5, **SLOW_ADAM)
-    causes = _ranked_causes(measured, PLANNED)
+    causes = slowness._ranked_causes(measured, PLANNED)
     assert (causes[0].code, causes[-1].code) == (first, "adam")
     assert next(cause.nice for cause in causes if cause.code == "foreign-load") == placement.nice
 
@@ -136,10 +122,10 @@ def sample(
 
 def test_foreign_load_is_what_the_run_did_not_use() -> None:
     samples = [sample(0, busy=100, run_cpu_s=54.0), sample(1, busy=50, run_cpu_s=36.0)]
-    assert _foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
+    assert slowness._foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
     # The run used more than these had.
-    assert _foreign_share(samples, MACHINE, set(range(36))) == 0.0
-    assert _foreign_share([], MACHINE, set(range(72))) == 0.0
+    assert slowness._foreign_share(samples, MACHINE, set(range(36))) == 0.0
+    assert slowness._foreign_share([], MACHINE, set(range(72))) == 0.0
 
 
 def plan(step_s: float = 3.0) -> Plan:
@@ -163,17 +149,17 @@ def test_measured_are_medians_of_steps_and_the_slowest_clock() -> None:
     lengths = enumerate((1.0, 9.0, 2.0))
     steps = [step_record(step, step_s=long_s, adam_bytes_per_s=1e11) for step, long_s in lengths]
     samples = [sample(0, clock_mhz=1200), sample(1, clock_mhz=1300)]
-    measured = _measured_of(steps, samples, MACHINE, plan().binding)
+    measured = slowness._measured_of(steps, samples, MACHINE, plan().binding)
     rates = (measured.adam_bytes_per_s, measured.d2h_bytes_per_s)
     assert (measured.step_s, *rates) == (2.0, 100e9, None)
-    assert measured.clock == _Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
+    assert measured.clock == slowness._Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
 
 
 def watch(
     steps: Iterable[tuple[float, float]], *others: MetricRecord, run_cpu_s: float = 72.0
 ) -> list[Slowdown | None]:
     """Return what a watch says after each step of ``(second, length)``."""
-    watching = SlowWatch(plan(), MACHINE, attempt=1)
+    watching = slowness.SlowWatch(plan(), MACHINE, attempt=1)
     watching.take(others)
     said = []
     for step, (second, step_s) in enumerate(steps):
@@ -200,7 +186,7 @@ def test_slow_run_says_its_cause_and_stops() -> None:
     assert (last.step_s, last.planned_s) == (4.5, pytest.approx(3.0))
     assert last.causes[0].code == "foreign-load"
     first = next(index for index, found in enumerate(said) if found)
-    assert first * 4.5 >= WINDOW_S
+    assert first * 4.5 >= slowness.WINDOW_S
     assert watch(lasting((600, 4.5), (300, 3.0)))[-1] is None
 
 
@@ -222,7 +208,7 @@ def test_steps_that_were_redone_are_none() -> None:
     """At the start of training, the gradient norm often exceeds its limit; half of these steps take
     twice as long for it.
     """
-    watching = SlowWatch(plan(), MACHINE, attempt=1)
+    watching = slowness.SlowWatch(plan(), MACHINE, attempt=1)
     for step, (second, _) in enumerate(lasting((900, 4.5))):
         step_s, redone = 6.0 if step % 3 else 3.0, step - step // 3
         record = step_record(step, time=1e9 + second, step_s=step_s, redone_steps=redone)
@@ -233,8 +219,8 @@ def test_steps_that_were_redone_are_none() -> None:
 
 def test_long_steps_and_unknown_plans_say_nothing() -> None:
     said = watch(lasting((60 * 40, 60.0)))
-    assert next(index for index, found in enumerate(said) if found) >= LEAST_STEPS
-    unknown = SlowWatch(replace(plan(), step=None, step_s=None), MACHINE, attempt=1)
+    assert next(index for index, found in enumerate(said) if found) >= slowness.LEAST_STEPS
+    unknown = slowness.SlowWatch(replace(plan(), step=None, step_s=None), MACHINE, attempt=1)
     unknown.take([step_record(step, step_s=99.0) for step in range(50)])
     unknown.sample(sample(50))
     assert unknown.found is None
@@ -242,7 +228,7 @@ def test_long_steps_and_unknown_plans_say_nothing() -> None:
 
 def test_fast_steps_are_thinned_out() -> None:
     fast = StepTime(forward_s=0.001, backward_s=0, exposed_optimizer_s=0, data_s=0)
-    watching = SlowWatch(replace(plan(), step=fast), MACHINE, attempt=1)
+    watching = slowness.SlowWatch(replace(plan(), step=fast), MACHINE, attempt=1)
     for second in range(300):
         times = (1e9 + second + step / 500 for step in range(500))
         watching.take([step_record(s, time=at, step_s=0.002) for s, at in enumerate(times)])
@@ -255,13 +241,13 @@ def test_every_cause_has_words_and_what_helps() -> None:
         cause = Cause(code=code, seconds=seconds, measured=seconds, planned=-seconds)
         return Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,) * count)
 
-    codes = get_args(CauseCode)
-    assert all(_cause_text(slowed(code).causes[0]) for code in codes)
-    remedies = {slowdown_remedy(slowed(code)) for code in codes}
+    codes = get_args(slowness.CauseCode)
+    assert all(slowness._cause_text(slowed(code).causes[0]) for code in codes)
+    remedies = {slowness.slowdown_remedy(slowed(code)) for code in codes}
     assert len(remedies) == len(codes)
-    assert slowdown_remedy(slowed("moon")) not in remedies
+    assert slowness.slowdown_remedy(slowed("moon")) not in remedies
     for hostile in (slowed("moon", count=100_000), slowed("adam", 1e300, 100_000)):
-        assert len(slowdown_text(hostile)) < 1000
+        assert len(slowness.slowdown_text(hostile)) < 1000
 
 
 # The noise of the steps which ``benchmarks/results`` has one by one: of our engine, of others and
