@@ -275,13 +275,8 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
 
 def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the inherited environment with the changes applied."""
-    environment = dict(inherited)
-    for change in changes:
-        if change.value is None:
-            environment.pop(change.name, None)
-        else:
-            environment[change.name] = change.value
-    return environment
+    changed = {**inherited, **{change.name: change.value for change in changes}}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:

@@ -47,12 +47,12 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
     )
 
 
-def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> probing.Ran:
+def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> probing._Ran:
     finished = RunState(name="run", state="finished")
-    return probing.Ran(RunDirectory(Path("run")), finished, [*records], [*samples])
+    return probing._Ran(RunDirectory(Path("run")), finished, [*records], [*samples])
 
 
-def six_steps(kept: Sequence[int] = (0,) * 6) -> probing.Ran:
+def six_steps(kept: Sequence[int] = (0,) * 6) -> probing._Ran:
     """Return six steps, with how many the engine had kept so far."""
     return ran(*(step_record(number, kept_steps=so_far) for number, so_far in enumerate(kept, 1)))
 

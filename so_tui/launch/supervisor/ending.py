@@ -130,9 +130,8 @@ def conclude(evidence: Evidence) -> Outcome:
         return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
-        code = first.code or OutcomeCode.UNEXPECTED
         return Outcome(
-            code=code,
+            code=first.code or OutcomeCode.UNEXPECTED,
             who="rank",
             rank=first.rank,
             reported=first.reason,
@@ -255,10 +254,8 @@ class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 @cache
-def outcome_wordings() -> dict[str, _Wording]:
-    """Return what is said of outcomes, by code. A supervisor reads it at its start: the program may
-    be replaced while a run goes on.
-    """
+def _wordings() -> dict[str, _Wording]:
+    """Return what is said of outcomes, by code."""
     content = Path(__file__).with_name("outcomes.toml").read_bytes()
     return msgspec.toml.decode(content, type=dict[str, _Wording])
 
@@ -333,7 +330,7 @@ def _advice(outcome: Outcome, name: str) -> str:
 
 
 def _wording(outcome: Outcome) -> _Wording:
-    return outcome_wordings().get(outcome.code) or _Wording()
+    return _wordings().get(outcome.code) or _Wording()
 
 
 def _who(outcome: Outcome) -> str:
@@ -359,6 +356,7 @@ _NOT_STARTED = {
 
 def supervised_here() -> dict[str, Any]:
     """Return what a state says of a run that this process supervises."""
+    _wordings()  # at the end the program may have been replaced
     host = this_host()
     return {
         "supervisor": identify(os.getpid(), "supervisor"),

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
-from so_tui.launch.supervisor.ending import Evidence, Shutdown, outcome_wordings
+from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import (
     chosen_gpus,
     refuse_different_host,
@@ -254,7 +254,6 @@ class Host:
             nodes: This host among those of the run.
             lock: The run's, if this host's supervisor holds it.
         """
-        outcome_wordings()
         self._run = run
         self._attempt = attempt
         self._run_lock = lock
