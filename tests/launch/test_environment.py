@@ -111,16 +111,9 @@ def test_allocator_setting_by_version(
     assert (variable and (variable.name, variable.value)) == expected
 
 
-def test_arch_list() -> None:
-    for given, valid in (
-        ("8.0;9.0a+PTX", "8.0;9.0+PTX"),
-        ("9.0 9.0a", "9.0"),
-        ("10.0f;9.0", "10.0;9.0"),
-        ("Hopper", "Hopper"),
-    ):
-        assert command.valid_arch_list(given) == valid
-
-
-def test_version() -> None:
+def test_architectures_and_versions() -> None:
+    given = ("8.0;9.0a+PTX", "9.0 9.0a", "10.0f;9.0", "Hopper")
+    valid = ["8.0;9.0+PTX", "9.0", "10.0;9.0", "Hopper"]
+    assert list(map(command.valid_arch_list, given)) == valid
     texts = ("2.13.0+cpu", "0.18", None, "unknown")
     assert list(map(version_numbers, texts)) == [(2, 13, 0), (0, 18), (), ()]

@@ -1,5 +1,5 @@
 """Presets for models that were not built in: shapes from tiny config.json files of several
-architectures, in the real helper process.
+architectures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
+from so_tui.launch.helper import call_tool
 from so_tui.launch.helper_jobs import _preset_name, describe_model
 from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
@@ -48,20 +49,18 @@ LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 0,
 }
+HUNYUAN = {**GROUPED, "num_experts": 4, "moe_topk": [2, 2, 2]}
+"""It may list how many experts each layer chooses."""
 MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture(autouse=True)
-def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models described offline, and here: a helper process imports what they are described
+    with for several seconds.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models described here: a helper process imports what they are described with for several
-    seconds.
-    """
     from so_tui_trainer.tools.describe_model import describe
 
     def answer(tool: str, request: dict[str, Any], *, timeout_s: float) -> Any:
@@ -94,6 +93,7 @@ def tree_of(answer: Any, **data: object) -> dict[str, Any]:
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "llama": (GROUPED, (), {"num_key_value_heads": 2}),
     "qwen3_moe": (MOE, ("Qwen3MoeSparseMoeBlock",), {"moe_intermediate_size": 24}),
+    "hunyuan_v1_moe": (HUNYUAN, ("HunYuanMoEV1Moe",), {"num_experts_per_tok": 2}),
     "gpt2": (
         {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
         (),
@@ -115,9 +115,8 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     assert answer["parameters"] == model.parameter_count == sum(numels)
     assert model.leaf_modules == leaves
     assert read.items() <= model.config.items()
-    assert parameter_table(model) == model.parameters, (
-        "the shape that was written down builds the same model"
-    )
+    # The shape that was written down builds the same model.
+    assert parameter_table(model) == model.parameters
     layers = [block for block in model.parameters if block.repeat > 1]
     assert [block.repeat for block in layers] == [3], "repeated layers are written once"
     experts = sum(prod(t.shape) for block in layers for t in block.tensors if t.kind == "expert")
@@ -147,22 +146,17 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
             check_tree(tree_of(answer))
 
 
-def test_what_is_listed_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
-    """HunYuan may list how many experts each layer chooses."""
-    shape = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
-    answer = described(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))
-    assert answer["model"]["config"]["num_experts_per_tok"] == 2
-    assert make_plan(check_tree(tree_of(answer)), superchips(1)).fits
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_a_preset_does_not_pack_what_cannot_be_packed(tmp_path: Path) -> None:
     made = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
     assert not made.spec.data.packing
     assert "chunked_attention" in made.notes[0]
 
 
-def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
+def test_a_preset_is_made_saved_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the real helper process."""
+    monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", call_tool)
     model = folder(tmp_path, "Some_Model-7B", max_position_embeddings=512, **LLAMA)
     made = describe_model(str(model), changes={"train.micro_batch": "2"})
     assert create_preset(made.spec) == user_folder() / "some_model-7b.toml"
@@ -177,7 +171,6 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     assert make_plan(spec, superchips(1)).fits
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_the_model_lacks_can_be_chosen_but_not_its_shape(tmp_path: Path) -> None:
     model = str(folder(tmp_path, "one", **LLAMA))
     settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
@@ -186,7 +179,6 @@ def test_what_the_model_lacks_can_be_chosen_but_not_its_shape(tmp_path: Path) ->
     assert "is read from the model" in str(refusal(lambda: describe_model(model, changes=shape)))
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path, "moe", model_type="qwen3_moe", **MOE)
     assert main(["presets", "add", str(model), "--name", "mine", "--json"]) == 0
@@ -195,7 +187,6 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer["leaf_modules"] == ["Qwen3MoeSparseMoeBlock"]
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     model = str(folder(tmp_path, "one", **LLAMA))
     made = describe_model(model)
@@ -284,7 +275,6 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
             described(model)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_a_hub_id_without_a_network() -> None:
     unreachable = refusal(lambda: describe_model("owner/some-model"))
     assert "the hub cannot be reached" in str(unreachable)
