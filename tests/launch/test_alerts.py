@@ -122,9 +122,7 @@ def test_sentences_hold_nothing_that_acts_on_a_terminal() -> None:
     assert alerting.alert_text(replace(alert, kind="newer"), "r", TRAINING) == ""
 
 
-def request(
-    runner: AlertCommand, *command: str, timeout_s: float = 600.0, **about: str
-) -> int | None:
+def ask(runner: AlertCommand, *command: str, timeout_s: float = 600.0, **about: str) -> int | None:
     """Have a command tell of an alert, and return its process if it is under way."""
     told = {"SO_TUI_ALERT_KIND": "loss", **about}
     runner.request(list(command), told, "so-tui: $(touch x)", timeout_s)
@@ -136,7 +134,7 @@ def test_command_gets_the_alert_and_no_script(tmp_path: Path) -> None:
     script = "import os, sys; told = sys.argv[2:], os.environ['SO_TUI_ALERT_RUN']\n"
     script += "open(sys.argv[1], 'w').write(repr(told))"
     argv = [sys.executable, "-c", script, str(out), "{text}", "x{text}"]
-    request(runner, *argv, SO_TUI_ALERT_RUN="a b")
+    ask(runner, *argv, SO_TUI_ALERT_RUN="a b")
     runner.finish()
     assert out.read_text() == repr((["so-tui: $(touch x)", "x{text}"], "a b"))
 
@@ -162,7 +160,7 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
 ) -> None:
     runner, begun = AlertCommand(), time.monotonic()
     command = ["/bin/sh", "-c", script] if script else ["/nowhere/at-all"]
-    request(runner, *command, timeout_s=timeout_s)
+    ask(runner, *command, timeout_s=timeout_s)
     runner.finish()
     assert time.monotonic() - begun < 30
     log = capsys.readouterr().err
@@ -180,22 +178,20 @@ def test_an_error_of_one_command_does_not_end_the_others(
         raise ChildProcessError
 
     commands = AlertCommand()
-    request(commands, "true")
+    ask(commands, "true")
     with monkeypatch.context() as patch:
         patch.setattr("os.waitid", fail)
         with pytest.raises(ChildProcessError):
             commands.tick()
-    request(commands, "touch", str(tmp_path / "ran"))
+    ask(commands, "touch", str(tmp_path / "ran"))
     commands.finish()
     assert (tmp_path / "ran").exists()
 
 
-def test_command_under_way_is_not_taken_for_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_under_way_is_not_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its orphan becomes a child of a supervisor, too."""
     runner, begun = AlertCommand(), tmp_path / "begun"
-    request(runner, "/bin/sh", "-c", f"({SLEEP} &) ; touch {begun}; {SLEEP}")
+    ask(runner, "/bin/sh", "-c", f"({SLEEP} &) ; touch {begun}; {SLEEP}")
     runner.tick()
     wait_until(begun.exists)
     tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
@@ -212,7 +208,7 @@ def test_bare_command_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture
     """
     begun, go, runner = tmp_path / "begun", tmp_path / "go", AlertCommand()
     script = f": > {begun}; until test -e {go}; do sleep 0.05; done; exit 3"
-    pid = request(runner, "env", "-i", "/bin/sh", "-c", script)
+    pid = ask(runner, "env", "-i", "/bin/sh", "-c", script)
     assert pid is not None
     wait_until(begun.exists)
     tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
@@ -239,9 +235,9 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     monkeypatch.setattr(os, "killpg", refuse)
     runner, begun, go, told = AlertCommand(), time.monotonic(), tmp_path / "go", tmp_path / "told"
     lasting = f"for _ in $(seq 600); do test -e {go} && exit; sleep 0.05; done"
-    first = request(runner, "/bin/sh", "-c", lasting, timeout_s=0.1)
+    first = ask(runner, "/bin/sh", "-c", lasting, timeout_s=0.1)
     assert first is not None
-    request(runner, "/bin/sh", "-c", f"echo told > {told}", timeout_s=20.0)
+    ask(runner, "/bin/sh", "-c", f"echo told > {told}", timeout_s=20.0)
     runner.finish()
     assert time.monotonic() - begun < 15
     assert told.read_text() == "told\n"
@@ -332,9 +328,7 @@ sys.exit(supervise(run, 1, ended=ended))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("manners", ["steps=1"])
-def test_run_continues_before_its_last_command_ends(
-    runs: Runs, tmp_path: Path, machine: Machine
-) -> None:
+def test_run_goes_on_before_its_command_ends(runs: Runs, tmp_path: Path, machine: Machine) -> None:
     """The job that continues a run is submitted in the last seconds of a job, in which the command
     that tells of the end may hang.
     """

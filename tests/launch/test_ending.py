@@ -100,9 +100,7 @@ def seen(loss: Loss | None, *log: str, **others: Any) -> ending.Evidence:
         (seen(Loss(RANK), f"{EXITS} 1", oom_kills=1), C.UNEXPECTED, {}),
     ],
 )
-def test_the_cause_is_concluded(
-    evidence: ending.Evidence, code: str, others: dict[str, Any]
-) -> None:
+def test_cause_is_concluded(evidence: ending.Evidence, code: str, others: dict[str, Any]) -> None:
     outcome = ending.conclude(evidence)
     assert (outcome.state, outcome.run_exit_code, outcome.code) == ("failed", 1, code)
     found = asdict(outcome) | {"reason": ending.outcome_text(outcome, "r").reason}

@@ -152,9 +152,7 @@ def test_a_preset_does_not_pack_what_cannot_be_packed(tmp_path: Path) -> None:
     assert "chunked_attention" in made.notes[0]
 
 
-def test_a_preset_is_made_saved_and_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preset_is_made_saved_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the real helper process."""
     monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", call_tool)
     model = folder(tmp_path, "Some_Model-7B", max_position_embeddings=512, **LLAMA)

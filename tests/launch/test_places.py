@@ -118,9 +118,7 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
     assert seen.machine.hostname == socket.gethostname()
 
 
-def test_clusters_that_share_a_home_are_kept_apart(
-    cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_of_one_home_are_kept_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     places.remember(cluster, "normal", CPU_ONLY)
     monkeypatch.setattr(client, "cluster_name", lambda: "Our cluster_1")
     assert found("normal", here=QUAD) == QUAD

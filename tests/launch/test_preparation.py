@@ -130,9 +130,7 @@ def test_a_preview_shows_what_cannot_start() -> None:
     assert (impossible.possible, nothing) == (False, None)
 
 
-def test_a_launch_is_read_back_as_it_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_is_read_back_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile file is a damaged one, and a pipe is not waited for."""
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     launch = replace(prepare(with_gpus(2), QUAD, force=True), changes={"gpus": "2"})

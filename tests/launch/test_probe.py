@@ -65,9 +65,7 @@ def six_steps(kept: Sequence[int] = (0,) * 6) -> probing._Ran:
     ],
     ids=["nothing is known of the data", "documents of 300 tokens, half of them trained"],
 )
-def test_rows_are_tokenised_as_planned(
-    known: Workload, length: int, trained: float, tmp_path: Path
-) -> None:
+def test_rows_are_as_planned(known: Workload, length: int, trained: float, tmp_path: Path) -> None:
     """By a probe without data of its own."""
     sizes = {"data.sequence_length": "2048", "train.micro_batch": "3"}
     spec = with_values(find_preset("tiny").spec, sizes)
@@ -203,9 +201,7 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
     [((1, 2, 3, 4, 5, 6), 0), ((0,) * 6, 4), ((1, 2, 3, 3, 3, 3), 3)],
     ids=["within", "above", "mixed"],
 )
-def test_steps_above_the_limit_have_their_own_prediction(
-    kept: tuple[int, ...], held_back: int
-) -> None:
+def test_steps_above_the_limit_are_predicted_apart(kept: tuple[int, ...], held_back: int) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could
     not keep it does not try.
     """

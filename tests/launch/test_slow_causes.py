@@ -103,16 +103,14 @@ def test_placement_comes_before_its_effects(first: str, placement: RankPlacement
     assert next(cause.nice for cause in causes if cause.code == "foreign-load") == placement.nice
 
 
-def sample(
-    second: float, busy: int = 100, run_cpu_s: float = 72.0, clock_mhz: int = 1755
-) -> Sample:
+def sample(at: float, busy: int = 100, run_cpu_s: float = 72.0, clock_mhz: int = 1755) -> Sample:
     node = NodeSample(
         id=0, cores=(busy,) * 72, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0
     )
     gpu = GpuSample(index=0, busy_percent=95, clock_mhz=clock_mhz, clock_max_mhz=1980)
     return Sample(
         attempt=1,
-        time=1e9 + second,
+        time=1e9 + at,
         interval_s=1.0,
         nodes=(node,),
         gpus=(gpu,),
