@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from so_tui.launch import EXIT_GRACE_S
 from so_tui.launch.executors import ensure_supervised
-from so_tui.launch.launch import prepare, prepare_resume
+from so_tui.launch.launch import prepare, prepare_resume, supervisor_log
 from so_tui.launch.lifecycle import resume, start, stop
 from so_tui.launch.supervisor.ending import request_stop, stop_request
 from so_tui.launch.supervisor.processes import OwnProcesses
@@ -30,7 +30,7 @@ from so_tui.plan.plan import StepTime
 from so_tui.runs import RunDirectory, RunReader, alive, read_spec, read_state, state_with_truth
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import OutcomeCode, Process, RunState
-from so_tui.runs.state import write_spec
+from so_tui.runs.state import write_spec, write_state
 from so_tui.spec import InputError, SoTuiError, with_values
 from tests.support.fake_runs import (
     Runs,
@@ -38,6 +38,7 @@ from tests.support.fake_runs import (
     kill,
     process_of,
     release,
+    roles,
     wait_for,
     wait_for_end_of,
 )
@@ -393,3 +394,55 @@ def test_a_supervisor_compares_its_run_with_the_plan(runs: Runs, machine: Machin
     found = RunReader(run).poll(limit_s=10.0).samples.values()
     places = [place for samples in found for sample in samples for place in sample.placement]
     assert {place.rank for place in places} == {0, 1}
+
+
+def test_moved_run_keeps_its_supervisor_until_back(runs: Runs) -> None:
+    """Requests are not written through links, which could lead anywhere."""
+    run, state = runs.training()
+    moved = run.path.with_name("moved")
+    run.path.rename(moved)
+    run.path.symlink_to(moved)
+    os.kill(supervisor_of(state).pid, signal.SIGTERM)
+    log = supervisor_log(run, 1)
+    wait_until(lambda: "link" in log.read_text())
+    run.path.unlink()
+    moved.rename(run.path)
+    assert wait_for(run, ended).state == "stopped"
+
+
+def test_rank_end_is_seen_though_children_are_ignored(runs: Runs) -> None:
+    """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them,
+    until one of them changes that.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        run = runs.start()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    everyone = {"runner", "launcher", "rank"}
+    state = wait_for(run, lambda state: state.step >= 2 and everyone <= roles(state))
+    kill(process_of(state, "rank", 1))
+    last = wait_for(run, ended)
+    assert (last.state, last.code) == ("failed", OutcomeCode.RANK_LOST)
+    assert last.reason == "rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["newer attempt", "other supervisor"])
+def test_superseded_supervisor_leaves(newer: bool, runs: Runs) -> None:
+    """It was cut off for so long that another attempt began: it ends its own processes and writes
+    nothing more.
+    """
+    run, state = runs.training()
+    mine = supervisor_of(state)
+    other = replace(mine, pid=1 << 21)
+    found = replace(state, attempt=state.attempt + newer, supervisor=other, host="elsewhere")
+    deadline = time.monotonic() + 30
+    while alive(mine) and time.monotonic() < deadline:
+        write_state(run, found)  # again, because its last write may come just after ours
+        time.sleep(0.2)
+    try:
+        assert not alive(mine)
+        assert any(map(alive, state.processes)) != newer
+        assert read_state(run) == found
+    finally:
+        write_state(run, state)  # so that what is left is found and ended

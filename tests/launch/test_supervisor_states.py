@@ -1,12 +1,15 @@
-"""States that the supervisor writes without ever starting a process."""
+"""Who may start an attempt, that it starts once, and states that the supervisor writes without
+ever starting a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +17,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.launch import read_launch, write_launch
+from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
+from so_tui.launch.supervisor import run as run_module
 from so_tui.launch.supervisor.ending import Outcome
 from so_tui.launch.supervisor.host_check import LockTakenError, _Holder
 from so_tui.launch.supervisor.processes import Loss
-from so_tui.launch.supervisor.run import Supervisor
+from so_tui.launch.supervisor.run import Supervisor, supervise
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
 from so_tui.plan import remedies
@@ -32,11 +36,16 @@ from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import write_state, write_state_even_if_full
 from so_tui.settings_file import change_settings
+from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
+from so_tui.trust.files import Distrust, NotOwnError
+from tests.support.problems import refused, rejected
 from tests.support.records import append_records, step_record
+from tests.support.supervising import prepared_run
 from tests.support.waiting import running, wait_until
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_CPUS = reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
 RANK_LOST = Outcome(code=OutcomeCode.RANK_LOST, who="rank", rank=0)
 
 
@@ -93,8 +102,7 @@ def test_a_run_is_forced_if_its_launch_was(forced: bool, run: RunDirectory) -> N
 
 
 def test_uninspectable_machine_fails(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
-    monkeypatch.setattr(host, "inspect_machine", failing(error))
+    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
     assert supervisor_of(run).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
@@ -230,3 +238,86 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     assert supervisor_of(run).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")
     assert read_state(run).code == OutcomeCode.DISK_FULL
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Give the test process its umask back, which ``supervise`` sets for the process of a
+    supervisor.
+    """
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def assert_refused(code: str, run: RunDirectory, attempt: int = 1) -> None:
+    """A supervisor is refused, and writes nothing."""
+    before = read_state(run)
+    with rejected(code) as caught:
+        supervise(run, attempt)
+    assert caught.value.exit_code == 2
+    assert read_state(run) == before
+    assert not run.command_path(1).exists()
+
+
+def test_an_attempt_is_started_once(run: RunDirectory) -> None:
+    """If it was made. A later supervisor attaches only here, and only to the living."""
+    for attempt in (-1, 0, 2, 999_999):
+        assert_refused("no-such-attempt", run, attempt)
+    here = RunState(name=run.name, state="training", attempt=1, host=socket.gethostname())
+    me = identify(os.getpid(), "rank")
+    assert me is not None
+    for state, code in (
+        (replace(here, attempt=2), "attempt-already-started"),
+        (replace(here, host="elsewhere"), "not-this-host"),
+        (replace(here, processes=(me,)), "no-living-process"),
+    ):
+        write_state(run, state)
+        assert_refused(code, run)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "attempts", "attempts/001", "attempts/001/launch.json", "state.json"]
+)
+def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
+    path = run.path / name
+    path.chmod(path.stat().st_mode | 0o020)
+    with refused("others-can-write") as caught:
+        supervise(run, 1)
+    assert f"chmod -R go-w {run.path}" in str(caught.value)
+
+
+def test_files_are_checked_again_when_they_are_opened(run: RunDirectory) -> None:
+    """The folder above a run may be another user's, who exchanges files after the first check."""
+    run.launch_path(1).chmod(0o666)
+    with pytest.raises(NotOwnError) as caught:
+        read_launch(run, 1)
+    assert caught.value.distrust == Distrust.OTHERS_CAN_WRITE
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_no_umask_makes_a_run_that_others_can_write(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, umask: int
+) -> None:
+    os.umask(umask)
+    made = prepared_run(prepare(two_ranks, machine, force=True), tmp_path / "runs")
+    assert not [path for path in (made.path, *made.path.rglob("*")) if path.stat().st_mode & 0o022]
+
+
+def test_the_command_that_tells_of_the_end_is_waited_for(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the lock cannot be given back: a file server may be away just then. A job ends with
+    its supervisor, and the command would end with it.
+    """
+    told = tmp_path / "told"
+    script = f"sleep 1; echo told > {told}"
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
+
+    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
+    away = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(RunLock, "release", failing(away))
+    monkeypatch.setattr(run_module, "become_subreaper", lambda: None)
+    with pytest.raises(OSError, match=str(away.strerror)):
+        supervise(run, 1)
+    assert told.read_text() == "told\n"
