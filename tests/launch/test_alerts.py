@@ -312,6 +312,7 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from so_tui.launch.supervisor.run import supervise
+from so_tui.runs import RunDirectory
 from so_tui.runs.lock import run_lock
 from so_tui.runs.state import read_state
 
