@@ -19,27 +19,18 @@ from so_tui.machine import Machine
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.plan import Launch
-from so_tui.spec import (
+from so_tui.spec import InputError, Refused
+from so_tui.spec.presets import with_absolute_paths
+from so_tui.spec.run_spec import (
     CheckpointSpec,
     DataSource,
     DataSpec,
-    InputError,
     ModelSpec,
-    Refused,
     RunSpec,
+    TrackingSpec,
 )
-from so_tui.spec.presets import with_absolute_paths
-from so_tui.spec.run_spec import TrackingSpec
+from tests.support import plans
 from tests.support.launching import tiny
-from tests.support.plans import (
-    SOFTWARE,
-    TINY,
-    cpu_machine,
-    launch_with,
-    plan_of,
-    quad_gh200,
-    spec_of,
-)
 from tests.support.problems import refusal, refused, rejected
 from tests.support.python_path import python_path
 from tests.support.rank_processes import gone
@@ -51,7 +42,7 @@ APUS = named_machine("mi300a-4")
 
 
 def without(name: str) -> Machine:
-    return cpu_machine(software=replace(SOFTWARE, **{name: None}))
+    return plans.cpu_machine(software=replace(plans.SOFTWARE, **{name: None}))
 
 
 def checked(
@@ -62,9 +53,9 @@ def checked(
     **changes: object,
 ) -> Launch:
     """Return the launch of a spec, whose plan has other bytes if ``planned`` names them."""
-    spec = spec_of(**{"data": DataSpec(source="builtin:tiny/rows.jsonl"), **changes})
-    plan = plan_of(spec, gpus=bool(machine and machine.gpus))
-    return launch_with(replace(plan, **(planned or {})), machine, forced=forced)
+    spec = plans.spec_of(**{"data": DataSpec(source="builtin:tiny/rows.jsonl"), **changes})
+    plan = plans.plan_of(spec, gpus=bool(machine and machine.gpus))
+    return plans.launch_with(replace(plan, **(planned or {})), machine, forced=forced)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def checked(
         (checked(without("deepspeed")), "software-missing", False),
         (checked(without("transformers")), "software-missing", False),
         (checked(nodes=2), "several-nodes-here", False),
-        (checked(quad_gh200(software=CPU)), "torch-without-cuda", False),
+        (checked(plans.quad_gh200(software=CPU)), "torch-without-cuda", False),
         (checked(replace(APUS, software=CUDA)), "torch-without-rocm", False),
         (checked(without("compiler"), forced=False), "compiler-missing", True),
         (checked(forced=False, planned={"shm_bytes": 2**60}), "shared-memory-too-small", True),
@@ -99,7 +90,7 @@ def test_missing_files_are_all_named(tmp_path: Path) -> None:
             quick_checks(checked(**changes))
         return [problem.field for problem in caught.value.problems]
 
-    rows, nowhere = DataSpec(source="rows.jsonl"), replace(TINY, id="./no-such-model")
+    rows, nowhere = DataSpec(source="rows.jsonl"), replace(plans.TINY, id="./no-such-model")
     assert fields_refused(model=nowhere, data=rows) == ["model.id", "data.source"]
     sources = (DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone")))
     assert fields_refused(data=DataSpec(source=sources)) == ["data.source[1].source"]
@@ -116,7 +107,7 @@ def test_a_tracker_whose_package_is_missing() -> None:
 
 
 def test_what_doctor_says_blocks_a_launch() -> None:
-    machine = cpu_machine(software=replace(SOFTWARE, deepspeed="0.18.0"))
+    machine = plans.cpu_machine(software=replace(plans.SOFTWARE, deepspeed="0.18.0"))
     with pytest.raises(Refused) as caught:
         preflight(prepare(tiny(), machine))
     assert ({*caught.value.codes}, caught.value.forceable) == ({"doctor-blocks"}, True)
@@ -164,7 +155,7 @@ def test_a_folder_that_cannot_be_written(folder: str) -> None:
 
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
     with rejected("not-this-machine"):
-        start(prepare(tiny(), quad_gh200(), force=True), runs_dir=tmp_path / "runs")
+        start(prepare(tiny(), plans.quad_gh200(), force=True), runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -177,9 +168,11 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
         return absolute.model.id, absolute.data.source, absolute.checkpoint.folder
 
     model, rows = ModelSpec(id="model"), DataSpec(source="rows.jsonl")
-    spec = spec_of(model=model, data=rows, checkpoint=CheckpointSpec(folder="saved"))
+    spec = plans.spec_of(model=model, data=rows, checkpoint=CheckpointSpec(folder="saved"))
     assert paths(spec) == tuple(str(tmp_path / name) for name in ("model", "rows.jsonl", "saved"))
-    hub = spec_of(model=ModelSpec(id="owner/name"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
+    hub = plans.spec_of(
+        model=ModelSpec(id="owner/name"), data=DataSpec(source="builtin:tiny/rows.jsonl")
+    )
     assert with_absolute_paths(hub) == hub
 
 
