@@ -21,14 +21,7 @@ from so_tui.machine.types import Software
 from so_tui.plan.plan import Launch
 from so_tui.spec import InputError, Refused
 from so_tui.spec.presets import with_absolute_paths
-from so_tui.spec.run_spec import (
-    CheckpointSpec,
-    DataSource,
-    DataSpec,
-    ModelSpec,
-    RunSpec,
-    TrackingSpec,
-)
+from so_tui.spec.run_spec import CheckpointSpec, DataSource, DataSpec, ModelSpec, TrackingSpec
 from tests.support import plans
 from tests.support.launching import tiny
 from tests.support.problems import refusal, refused, rejected
@@ -39,6 +32,7 @@ CUDA = Software(torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", tra
 ROCM = replace(CUDA, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
 CPU = replace(CUDA, torch="2.13.0+cpu", torch_cuda=None)
 APUS = named_machine("mi300a-4")
+EMBEDDED = DataSpec(source="builtin:tiny/rows.jsonl")
 
 
 def without(name: str) -> Machine:
@@ -53,7 +47,7 @@ def checked(
     **changes: object,
 ) -> Launch:
     """Return the launch of a spec, whose plan has other bytes if ``planned`` names them."""
-    spec = plans.spec_of(**{"data": DataSpec(source="builtin:tiny/rows.jsonl"), **changes})
+    spec = plans.spec_of(**{"data": EMBEDDED, **changes})
     plan = plans.plan_of(spec, gpus=bool(machine and machine.gpus))
     return plans.launch_with(replace(plan, **(planned or {})), machine, forced=forced)
 
@@ -163,16 +157,12 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
 
-    def paths(spec: RunSpec) -> tuple[str, object, str]:
-        absolute = with_absolute_paths(spec)
-        return absolute.model.id, absolute.data.source, absolute.checkpoint.folder
-
     model, rows = ModelSpec(id="model"), DataSpec(source="rows.jsonl")
     spec = plans.spec_of(model=model, data=rows, checkpoint=CheckpointSpec(folder="saved"))
-    assert paths(spec) == tuple(str(tmp_path / name) for name in ("model", "rows.jsonl", "saved"))
-    hub = plans.spec_of(
-        model=ModelSpec(id="owner/name"), data=DataSpec(source="builtin:tiny/rows.jsonl")
-    )
+    absolute = with_absolute_paths(spec)
+    found = (absolute.model.id, absolute.data.source, absolute.checkpoint.folder)
+    assert found == tuple(str(tmp_path / name) for name in ("model", "rows.jsonl", "saved"))
+    hub = plans.spec_of(model=ModelSpec(id="owner/name"), data=EMBEDDED)
     assert with_absolute_paths(hub) == hub
 
 
