@@ -24,31 +24,14 @@ from tests.support.problems import codes, refusal, rejected
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
+SMALL = {**SIZES, "num_attention_heads": 4, "head_dim": 8}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **GROUPED}
-LATENT = {
-    **{key: value for key, value in SMALL.items() if key != "head_dim"},
-    "kv_lora_rank": 8,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 0,
-}
+HEADS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_attention_heads": 4}
+RANKS = {"kv_lora_rank": 8, "q_lora_rank": 16, "num_key_value_heads": 4, "first_k_dense_replace": 0}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = SIZES | HEADS | RANKS | ROUTED | {"moe_intermediate_size": 24}
 HUNYUAN = {**GROUPED, "num_experts": 4, "moe_topk": [2, 2, 2]}
 """It may list how many experts each layer chooses."""
 MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}

@@ -264,6 +264,7 @@ def test_architectures_and_versions() -> None:
 
 
 PINNED = {"device": "cpu", "pin_memory": True}
+SUPER = PINNED | {"super_offload": True}
 
 
 def test_superoffload_with_our_engine() -> None:
@@ -283,12 +284,7 @@ def test_superoffload_with_our_engine() -> None:
             "reduce_bucket_size": 1_000_000,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "offload_optimizer": {
-                **PINNED,
-                "ratio": 0.7,
-                "super_offload": True,
-                "cpuadam_cores_perc": 0.8,
-            },
+            "offload_optimizer": {**SUPER, "ratio": 0.7, "cpuadam_cores_perc": 0.8},
         },
         "wall_clock_breakdown": False,
         "zero_force_ds_cpu_optimizer": False,
@@ -330,12 +326,7 @@ def test_as_published_reads_the_examples_block() -> None:
             "overlap_comm": False,
             "reduce_bucket_size": 400_000_000,
             "sub_group_size": 400_000_000,
-            "offload_optimizer": {
-                **PINNED,
-                "ratio": 0.8,
-                "super_offload": True,
-                "cpuadam_cores_perc": 0.9,
-            },
+            "offload_optimizer": {**SUPER, "ratio": 0.8, "cpuadam_cores_perc": 0.9},
         },
         "wall_clock_breakdown": True,
     }
