@@ -20,7 +20,7 @@ SYSTEM_TORCH ?=
 CPU_LIMIT ?=
 COVERAGE ?=
 SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/security/test_looking.py tests/launch/test_fetch.py \
-	tests/launch/test_new_preset_hub.py tests/trainer/test_architectures.py
+	tests/trainer/test_architectures.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

@@ -259,29 +259,156 @@ RENDEZVOUS = "SO_TUI_RENDEZVOUS"
 _PINNED_LIMIT_MB = 64
 
 
+_HERE_ONLY = "all ranks are on this host, so nothing listens on its networks"
+_THREADS = "one thread for each Adam core; a site default of 1 would be very slow"
+
+
 def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be
     placeholders.
     """
+    return tuple(
+        Variable(name, value, reason)
+        for holds, name, value, reason in _changes(plan, machine, inherited)
+        if holds
+    )
+
+
+def _changes(
+    plan: Plan, machine: Machine, inherited: Mapping[str, str]
+) -> tuple[tuple[object, str, str | None, str], ...]:
+    """Return whether each change is made, its name, value and reason.
+
+    The ranks of one host meet in a file of this user and on the loopback interface, where no other
+    user can join them. A site's modules often name the cluster's network for NCCL. On one host NCCL
+    only introduces its ranks to each other over it, and listens there; the data goes over NVLink or
+    shared memory. Ranks of several nodes need that network, and meet at the first node.
+    """
+    gpus, several = bool(machine.gpus), plan.spec.nodes > 1
+    folder, path = str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")
+    threads = str(_rank_threads(plan))
+    compiled = code_folders(inherited, several_hosts=several)
+    given = {
+        name: f"; others can open {inherited[name]}" for name in compiled if inherited.get(name)
+    }
+    own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
+    allocator, options = _allocator(machine.software, deepspeed_engine=not own_engine)
+    chosen = bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys())
+    architectures = inherited.get("TORCH_CUDA_ARCH_LIST", "")
+    valid = valid_arch_list(architectures)
     return (
-        *_program(inherited),
-        *_network(plan, machine, inherited),
-        *_code_folders(plan.spec, inherited),
-        *_threads(plan, inherited),
-        *_gpu(plan, machine, inherited),
-        *_hub(plan.spec),
+        (True, RUN_MARKER, Placeholder.RUN, "marks the processes of this run"),
+        (
+            True,
+            RUN_ID_MARKER,
+            Placeholder.RUN_ID,
+            "distinguishes this run from another one at the same path",
+        ),
+        (True, ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt"),
+        (MARKER in inherited, MARKER, None, "marks alert commands; one has started this run"),
+        (
+            folder not in path.split(":"),
+            "PATH",
+            f"{folder}:{path}",
+            "finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
+        ),
+        (
+            True,
+            "PYTHONSAFEPATH",
+            "1",
+            "imports modules from the installation, never from the current directory",
+        ),
+        (several, NODE_MARKER, Placeholder.NODE, "marks the processes of this node"),
+        (
+            True,
+            RENDEZVOUS,
+            Placeholder.RENDEZVOUS,
+            "an address of the first node, where the ranks meet"
+            if several
+            else "a file of your own in which the ranks meet",
+        ),
+        (
+            several and gpus,
+            "NCCL_DEBUG",
+            "INFO",
+            "NCCL writes to the log which network it uses between nodes",
+        ),
+        (
+            several and gpus and "NCCL_DEBUG_SUBSYS" not in inherited,
+            "NCCL_DEBUG_SUBSYS",
+            "INIT",
+            "and little else",
+        ),
+        (not several, "GLOO_SOCKET_IFNAME", "lo", _HERE_ONLY),
+        (not several, "NCCL_SOCKET_IFNAME", "lo", _HERE_ONLY),
+        (
+            True,
+            "NCCL_RAS_ENABLE",
+            "0",
+            "NCCL's status service would answer every user of this host",
+        ),
+        *(
+            (
+                True,
+                name,
+                private,
+                f"compiled code comes from a folder that only you can open{given.get(name, '')}",
+            )
+            for name, private in compiled.items()
+        ),
+        (True, "OMP_NUM_THREADS", threads, _THREADS),
+        (True, "MKL_NUM_THREADS", threads, _THREADS),
+        *(
+            (
+                name in inherited,
+                name,
+                None,
+                "conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY",
+            )
+            for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY")
+        ),
+        (
+            True,
+            "TOKENIZERS_PARALLELISM",
+            "false",
+            "keeps the tokenizer's thread pool off the bound cores",
+        ),
+        (not gpus, "DS_ACCELERATOR", "cpu", "this machine has no GPU"),
+        (gpus, "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "numbers the GPUs as NVML and the plan do"),
+        *(
+            (
+                gpus and name in inherited,
+                name,
+                None,
+                "the command line names the GPUs, chosen among the visible ones",
+            )
+            for name in ROCM_VISIBLE_DEVICES
+        ),
+        (
+            gpus and options and not chosen,
+            allocator,
+            options,
+            "less fragmentation of GPU memory; no rounding up of pinned memory",
+        ),
+        (
+            gpus and valid != architectures,
+            "TORCH_CUDA_ARCH_LIST",
+            valid,
+            f"DeepSpeed cannot parse {architectures}",
+        ),
+        (
+            _is_embedded(plan.spec),
+            "HF_HUB_OFFLINE",
+            "1",
+            "everything this run needs is part of so-tui",
+        ),
     )
 
 
 def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the inherited environment with the changes applied."""
-    environment = dict(inherited)
-    for change in changes:
-        if change.value is None:
-            environment.pop(change.name, None)
-        else:
-            environment[change.name] = change.value
-    return environment
+    changed = {**inherited, **{change.name: change.value for change in changes}}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
@@ -318,9 +445,9 @@ def valid_arch_list(value: str) -> str:
     return ";".join(dict.fromkeys(entries))
 
 
-def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
-    """Return the setting that reduces fragmentation in torch's allocators, or None where it would
-    break something.
+def _allocator(software: Software, *, deepspeed_engine: bool) -> tuple[str, str]:
+    """Return the name and the value of the setting that reduces fragmentation in torch's
+    allocators; the value is empty where it would break something.
 
     torch aborts on an unknown key, so each key is set only for versions that have it:
     ``PYTORCH_ALLOC_CONF`` since 2.10 (the older name still works), limits of the pinned pool since
@@ -335,153 +462,12 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
             f"pinned_max_round_threshold_mb:{_PINNED_LIMIT_MB}",
             f"pinned_max_cached_size_mb:{_PINNED_LIMIT_MB}",
         ]
-    if not options:
-        return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
-    return Variable(
-        name,
-        ",".join(options),
-        "less fragmentation of GPU memory; no rounding up of pinned memory",
-    )
+    return name, ",".join(options)
 
 
-def _program(inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(RUN_MARKER, Placeholder.RUN, "marks the processes of this run")
-    yield Variable(
-        RUN_ID_MARKER,
-        Placeholder.RUN_ID,
-        "distinguishes this run from another one at the same path",
-    )
-    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt")
-    if MARKER in inherited:
-        yield Variable(MARKER, None, "marks alert commands; one has started this run")
-    folder = str(Path(sys.executable).parent)
-    path = inherited.get("PATH", "/usr/bin:/bin")
-    if folder not in path.split(":"):
-        yield Variable(
-            "PATH",
-            f"{folder}:{path}",
-            "finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
-        )
-    yield Variable(
-        "PYTHONSAFEPATH",
-        "1",
-        "imports modules from the installation, never from the current directory",
-    )
-
-
-def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    """Let the ranks of one host meet in a file of this user and on the loopback interface, where no
-    other user can join them.
-
-    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its
-    ranks to each other over it, and listens there; the data goes over NVLink or shared memory.
-    Ranks of several nodes need that network, and meet at the first node.
-    """
-    if plan.spec.nodes > 1:
-        yield Variable(
-            NODE_MARKER,
-            Placeholder.NODE,
-            "marks the processes of this node",
-        )
-        yield Variable(
-            RENDEZVOUS,
-            Placeholder.RENDEZVOUS,
-            "an address of the first node, where the ranks meet",
-        )
-        if machine.gpus:
-            yield Variable(
-                "NCCL_DEBUG",
-                "INFO",
-                "NCCL writes to the log which network it uses between nodes",
-            )
-            if "NCCL_DEBUG_SUBSYS" not in inherited:
-                yield Variable("NCCL_DEBUG_SUBSYS", "INIT", "and little else")
-    else:
-        yield Variable(
-            RENDEZVOUS,
-            Placeholder.RENDEZVOUS,
-            "a file of your own in which the ranks meet",
-        )
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            yield Variable(
-                name,
-                "lo",
-                "all ranks are on this host, so nothing listens on its networks",
-            )
-    yield Variable(
-        "NCCL_RAS_ENABLE",
-        "0",
-        "NCCL's status service would answer every user of this host",
-    )
-
-
-def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
-        given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
-        yield Variable(
-            name,
-            folder,
-            f"compiled code comes from a folder that only you can open{given}",
-        )
-
-
-def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    threads = str(_rank_threads(plan))
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield Variable(
-            name,
-            threads,
-            "one thread for each Adam core; a site default of 1 would be very slow",
-        )
-    for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
-        if name in inherited:
-            yield Variable(
-                name,
-                None,
-                (
-                    "conflicts with the binding; DeepSpeed's launcher does not start with "
-                    "KMP_AFFINITY"
-                ),
-            )
-    yield Variable(
-        "TOKENIZERS_PARALLELISM",
-        "false",
-        "keeps the tokenizer's thread pool off the bound cores",
-    )
-
-
-def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    if not machine.gpus:
-        yield Variable("DS_ACCELERATOR", "cpu", "this machine has no GPU")
-        return
-    yield Variable(
-        "CUDA_DEVICE_ORDER",
-        "PCI_BUS_ID",
-        "numbers the GPUs as NVML and the plan do",
-    )
-    for name in ROCM_VISIBLE_DEVICES:
-        if name in inherited:
-            yield Variable(
-                name,
-                None,
-                "the command line names the GPUs, chosen among the visible ones",
-            )
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
-        own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
-        allocator = _allocator_variable(machine.software, deepspeed_engine=not own_engine)
-        if allocator:
-            yield allocator
-    if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
-        valid := valid_arch_list(given)
-    ) != given:
-        yield Variable("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
-
-
-def _hub(spec: RunSpec) -> Iterator[Variable]:
+def _is_embedded(spec: RunSpec) -> bool:
+    """Return whether a spec's model and data are part of so-tui."""
     sources = (part.source for part in spec.data.sources)
-    if all(
-        source.startswith("builtin:")
-        for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")
-    ):
-        yield Variable("HF_HUB_OFFLINE", "1", "everything this run needs is part of so-tui")
+    named = (spec.model.id, *sources, spec.data.evaluation or "builtin:")
+    return all(source.startswith("builtin:") for source in named)

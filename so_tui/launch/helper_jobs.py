@@ -295,14 +295,10 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         """Return name, figure and meaning of each count."""
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
-        too_long = (
-            (
-                f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a "
-                "sequence"
-            )
-            if self.dropped_too_long
-            else ""
-        )
+        too_long = ""
+        if self.dropped_too_long:
+            count = thousands(self.dropped_too_long)
+            too_long = f", {count} of them because the prompt alone fills a sequence"
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
@@ -510,14 +506,11 @@ def describe_model(
                 "Copy the folder, change its config.json, and add the copy; or use it with "
                 "model.weights=random.",
             )
-    asked = {
-        "tokenizer": changes.get("model.tokenizer", ""),
-        "weights": changes.get("model.weights", ""),
-    }
     request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
+    asked = {name: changes.get(f"model.{name}", "") for name in ("tokenizer", "weights")}
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
-    spec = check_tree(_tree(answer, chosen))
-    return _Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
+    spec = with_values(check_tree(_tree(answer, chosen)), changes)
+    return _Described(spec, tuple(answer["notes"]))
 
 
 def _preset_name(model: str) -> str:

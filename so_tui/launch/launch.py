@@ -232,8 +232,8 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
     """
     from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
 
-    usable = usable_machine(machine)
-    return launch_of(make_plan(with_absolute_paths(spec), usable), usable, force=force)
+    plan = make_plan(with_absolute_paths(spec), usable_machine(machine))
+    return launch_of(plan, machine, force=force)
 
 
 def launch_of(plan: Plan, machine: Machine, *, force: bool = False) -> Launch:
@@ -290,9 +290,8 @@ def preview(spec: RunSpec, machine: Machine) -> tuple[Plan, Launch | None]:
     """
     from so_tui.plan.planner import make_plan
 
-    usable = usable_machine(machine)
-    plan = make_plan(with_absolute_paths(spec), usable)
-    return plan, launch_of(plan, usable, force=not plan.fits) if plan.possible else None
+    plan = make_plan(with_absolute_paths(spec), usable_machine(machine))
+    return plan, launch_of(plan, machine, force=not plan.fits) if plan.possible else None
 
 
 def prepare_resume(

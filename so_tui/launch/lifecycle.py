@@ -103,14 +103,8 @@ def newest_attempt(run: RunDirectory, state: RunState) -> int:
     """
     if state.state != "queued":
         return state.attempt
-    return next(
-        (
-            attempt
-            for attempt in reversed(run.attempts())
-            if os.path.lexists(run.submission_path(attempt))
-        ),
-        0,
-    )
+    newest_first = reversed(run.attempts())
+    return next((n for n in newest_first if os.path.lexists(run.submission_path(n))), 0)
 
 
 def _queue_text(job: JobStatus) -> str:

@@ -179,7 +179,7 @@ def probe_spec(
     )
 
 
-class Ran(Struct, frozen=True):
+class _Ran(Struct, frozen=True):
     """What a run recorded."""
 
     run: RunDirectory
@@ -207,7 +207,7 @@ def run_to_end(
     report: Callable[[MetricRecord], None],
     *,
     limit_s: float = 1800.0,
-) -> Ran:
+) -> _Ran:
     """Start a run, wait for its end, and return what it recorded.
 
     Args:
@@ -254,10 +254,10 @@ def run_to_end(
             f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` "
             "shows what its processes wrote"
         )
-    return Ran(run, state, records, samples)
+    return _Ran(run, state, records, samples)
 
 
-def measured_of(ran: Ran, plan: Plan) -> Measured:
+def measured_of(ran: _Ran, plan: Plan) -> Measured:
     """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it
     recorded no step.
     """

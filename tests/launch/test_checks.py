@@ -1,4 +1,4 @@
-"""What is refused before anything is written or started."""
+"""What is refused before anything is written or started; helper processes."""
 
 from __future__ import annotations
 
@@ -8,85 +8,48 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from so_tui.launch import helper
 from so_tui.launch.checks import preflight, quick_checks
+from so_tui.launch.helper import ToolError, ToolProcess, _decoded, call_tool, stream_tool
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
 from so_tui.machine import Machine
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
-from so_tui.plan.plan import Launch, Plan
-from so_tui.spec import (
-    CheckpointSpec,
-    DataSource,
-    DataSpec,
-    InputError,
-    ModelSpec,
-    Refused,
-    RunSpec,
-    find_preset,
-)
+from so_tui.plan.plan import Launch
+from so_tui.spec import InputError, Refused
 from so_tui.spec.presets import with_absolute_paths
-from so_tui.spec.run_spec import TrackingSpec
-from tests.support.plans import (
-    SOFTWARE,
-    TINY,
-    cpu_machine,
-    launch_with,
-    plan_of,
-    quad_gh200,
-    spec_of,
-)
+from so_tui.spec.run_spec import CheckpointSpec, DataSource, DataSpec, ModelSpec, TrackingSpec
+from tests.support import plans
+from tests.support.launching import tiny
 from tests.support.problems import refusal, refused, rejected
 from tests.support.python_path import python_path
 from tests.support.rank_processes import gone
 
-
-def checks_of(launch: Launch, runs_dir: Path | None = None) -> tuple[tuple[str, ...], bool]:
-    """Return the codes with which the quick checks refuse a launch, and whether it can be
-    forced.
-    """
-    with pytest.raises(Refused) as caught:
-        quick_checks(launch, runs_dir=runs_dir)
-    return caught.value.codes, caught.value.forceable
-
-
-def fields_refused(spec: RunSpec) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        quick_checks(launch_with(plan_of(spec), forced=True))
-    return [problem.field for problem in caught.value.problems]
-
-
-def data(source: str | tuple[DataSource, ...]) -> DataSpec:
-    return DataSpec(source=source)
-
-
-def embedded(**changes: object) -> RunSpec:
-    return spec_of(data=data("builtin:tiny/rows.jsonl"), **changes)
-
-
-def plan_with(plan: Plan, **changes: object) -> Plan:
-    return msgspec.structs.replace(plan, **changes)
-
-
 CUDA = Software(torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0")
-ROCM = msgspec.structs.replace(CUDA, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
-CPU = msgspec.structs.replace(CUDA, torch="2.13.0+cpu", torch_cuda=None)
+ROCM = replace(CUDA, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
+CPU = replace(CUDA, torch="2.13.0+cpu", torch_cuda=None)
+APUS = named_machine("mi300a-4")
+EMBEDDED = DataSpec(source="builtin:tiny/rows.jsonl")
 
 
 def without(name: str) -> Machine:
-    return cpu_machine(software=msgspec.structs.replace(SOFTWARE, **{name: None}))
+    return plans.cpu_machine(software=replace(plans.SOFTWARE, **{name: None}))
 
 
-def apus(software: Software) -> Machine:
-    return msgspec.structs.replace(named_machine("mi300a-4"), software=software)
-
-
-def checked(machine: Machine | None = None, *, gpus: bool = False, **changes: object) -> Launch:
-    return launch_with(plan_of(embedded(**changes), gpus=gpus), machine, forced=True)
+def checked(
+    machine: Machine | None = None,
+    *,
+    forced: bool = True,
+    planned: object = None,
+    **changes: object,
+) -> Launch:
+    """Return the launch of a spec, whose plan has other bytes if ``planned`` names them."""
+    spec = plans.spec_of(**{"data": EMBEDDED, **changes})
+    plan = plans.plan_of(spec, gpus=bool(machine and machine.gpus))
+    return plans.launch_with(replace(plan, **(planned or {})), machine, forced=forced)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +59,10 @@ def checked(machine: Machine | None = None, *, gpus: bool = False, **changes: ob
         (checked(without("deepspeed")), "software-missing", False),
         (checked(without("transformers")), "software-missing", False),
         (checked(nodes=2), "several-nodes-here", False),
-        (checked(quad_gh200(software=CPU), gpus=True), "torch-without-cuda", False),
-        (checked(apus(CUDA), gpus=True), "torch-without-rocm", False),
-        (launch_with(plan_of(embedded()), without("compiler")), "compiler-missing", True),
-        (
-            launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60)),
-            "shared-memory-too-small",
-            True,
-        ),
+        (checked(plans.quad_gh200(software=CPU)), "torch-without-cuda", False),
+        (checked(replace(APUS, software=CUDA)), "torch-without-rocm", False),
+        (checked(without("compiler"), forced=False), "compiler-missing", True),
+        (checked(forced=False, planned={"shm_bytes": 2**60}), "shared-memory-too-small", True),
     ],
 )
 def test_what_is_missing_is_refused(
@@ -115,215 +74,190 @@ def test_what_is_missing_is_refused(
 
 
 def test_nothing_wrong() -> None:
-    assert quick_checks(launch_with(plan_of(embedded()))) == ()
-    quick_checks(checked(apus(ROCM), gpus=True))
+    assert quick_checks(checked(forced=False)) == ()
+    quick_checks(checked(replace(APUS, software=ROCM)))
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
-    spec = spec_of(
-        model=msgspec.structs.replace(TINY, id="./no-such-model"), data=data("rows.jsonl")
-    )
-    assert fields_refused(spec) == ["model.id", "data.source"]
-    mixture = data((DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone"))))
-    assert fields_refused(spec_of(data=mixture)) == ["data.source[1].source"]
-    assert fields_refused(spec_of(data=data("builtin:nothing")))
+    def fields_refused(**changes: object) -> list[str]:
+        with pytest.raises(InputError) as caught:
+            quick_checks(checked(**changes))
+        return [problem.field for problem in caught.value.problems]
+
+    rows, nowhere = DataSpec(source="rows.jsonl"), replace(plans.TINY, id="./no-such-model")
+    assert fields_refused(model=nowhere, data=rows) == ["model.id", "data.source"]
+    sources = (DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone")))
+    assert fields_refused(data=DataSpec(source=sources)) == ["data.source[1].source"]
+    assert fields_refused(data=DataSpec(source="builtin:nothing"))
     (tmp_path / "rows.jsonl").touch()
-    quick_checks(
-        launch_with(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), forced=True)
-    )
+    quick_checks(checked(data=DataSpec(source=str(tmp_path / "rows.jsonl"))))
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tracker_whose_package_is_missing() -> None:
-    launch = launch_with(plan_of(embedded(tracking=TrackingSpec(wandb=True))), forced=True)
-    assert checks_of(launch) == (("tracker-missing",), False)
-    quick_checks(
-        launch_with(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), forced=True)
-    )
+    with refused("tracker-missing", forceable=False):
+        quick_checks(checked(tracking=TrackingSpec(wandb=True)))
+    quick_checks(checked(tracking=TrackingSpec(tensorboard=True)))
 
 
 def test_what_doctor_says_blocks_a_launch() -> None:
-    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, deepspeed="0.18.0"))
-    launch = prepare(find_preset("tiny").spec, machine)
+    machine = plans.cpu_machine(software=replace(plans.SOFTWARE, deepspeed="0.18.0"))
     with pytest.raises(Refused) as caught:
-        preflight(launch)
-    assert (set(caught.value.codes), caught.value.forceable) == ({"doctor-blocks"}, True)
+        preflight(prepare(tiny(), machine))
+    assert ({*caught.value.codes}, caught.value.forceable) == ({"doctor-blocks"}, True)
     assert any("DeepSpeed 0.18.0" in reason for reason in caught.value.reasons)
 
 
-def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
-    spec = embedded(
-        checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3)
-    )
-    plan = plan_with(plan_of(spec), disk_bytes=2**60)
-    with refused("disk-too-small", forceable=True):
-        quick_checks(launch_with(plan))
-    quick_checks(launch_with(plan, forced=True))
-    quick_checks(launch_with(plan_with(plan, disk_bytes=1)))
-    quick_checks(
-        launch_with(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False))))
-    )
-
-
-def test_resume_needs_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30)
-    )
-    spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path), every_steps=10, keep=3))
-    launch = launch_with(plan_with(plan_of(spec), disk_bytes=2**29))
-    for saved in (2, 3, 8):
-        quick_checks(launch, saved=saved)
-    for saved in (0, 1):
-        with pytest.raises(Refused):
-            quick_checks(launch, saved=saved)
-
-
-def test_full_records_disk_refuses_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume needs room for those that are not there yet, and any start room for records."""
     full = tmp_path / "full"
     full.mkdir()
 
     def found(folder: str) -> SimpleNamespace:
-        return SimpleNamespace(total=2**40, free=4096 if Path(folder) == full else 2**39)
+        return SimpleNamespace(total=2**40, free=4096 if Path(folder) == full else 2**30)
 
     monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", found)
-    launch = launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=str(tmp_path)))))
-    assert checks_of(launch, full) == (("disk-too-small",), True)
-    with pytest.raises(Refused):
-        quick_checks(launch, saved=1, runs_dir=full)
-    quick_checks(launch, runs_dir=tmp_path)
+    saves = CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3)
+
+    def launch(disk_bytes: int, *, forced: bool = False, at_end: bool = True) -> Launch:
+        checkpoint = saves if at_end else CheckpointSpec(at_end=False)
+        planned = {"disk_bytes": disk_bytes}
+        return checked(forced=forced, checkpoint=checkpoint, planned=planned)
+
+    half = launch(2**29)
+    for saved in (0, 1):
+        with refused("disk-too-small", forceable=True):
+            quick_checks(half, saved=saved)
+    for saved in (2, 3, 8):
+        quick_checks(half, saved=saved)
+    quick_checks(launch(2**60, forced=True))
+    quick_checks(launch(1))
+    quick_checks(launch(2**60, at_end=False))
+    for saved in (0, 1):
+        with refused("disk-too-small", forceable=True):
+            quick_checks(launch(1), saved=saved, runs_dir=full)
+    quick_checks(launch(1), runs_dir=tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])
 def test_a_folder_that_cannot_be_written(folder: str) -> None:
     with rejected("not-writable", field="--runs-dir"):
-        quick_checks(launch_with(plan_of(embedded())), runs_dir=Path(folder))
+        quick_checks(checked(forced=False), runs_dir=Path(folder))
     with rejected("not-writable", field="checkpoint.folder"):
-        quick_checks(launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder)))))
+        quick_checks(checked(forced=False, checkpoint=CheckpointSpec(folder=folder)))
 
 
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
     with rejected("not-this-machine"):
-        start(
-            prepare(find_preset("tiny").spec, quad_gh200(), force=True),
-            runs_dir=tmp_path / "runs",
-        )
+        start(prepare(tiny(), plans.quad_gh200(), force=True), runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    spec = spec_of(
-        model=ModelSpec(id="model"),
-        data=data("rows.jsonl"),
-        checkpoint=CheckpointSpec(folder="saved"),
-    )
+
+    model, rows = ModelSpec(id="model"), DataSpec(source="rows.jsonl")
+    spec = plans.spec_of(model=model, data=rows, checkpoint=CheckpointSpec(folder="saved"))
     absolute = with_absolute_paths(spec)
-    assert (absolute.model.id, absolute.data.source) == (
-        str(tmp_path / "model"),
-        str(tmp_path / "rows.jsonl"),
-    )
-    assert absolute.checkpoint.folder == str(tmp_path / "saved")
-    hub = spec_of(model=ModelSpec(id="owner/name"), data=data("builtin:tiny/rows.jsonl"))
+    found = (absolute.model.id, absolute.data.source, absolute.checkpoint.folder)
+    assert found == tuple(str(tmp_path / name) for name in ("model", "rows.jsonl", "saved"))
+    hub = plans.spec_of(model=ModelSpec(id="owner/name"), data=EMBEDDED)
     assert with_absolute_paths(hub) == hub
 
 
-class TestHelpers:
-    """Helper processes, with a module that stands in for a tool of the trainer."""
-
-    @pytest.fixture(autouse=True)
-    def tool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = tmp_path / "so_tui_trainer" / "tools"
-        folder.mkdir(parents=True)
-        for package in (folder, folder.parent):
-            (package / "__init__.py").touch()
-        (folder / "probe.py").write_text(
-            "import json, sys\n"
-            "request = json.load(sys.stdin)\n"
-            "for line in request['lines']: print(line, flush=True)\n"
-            "print('what went wrong', file=sys.stderr)\n"
-            "sys.exit(request.get('code', 0))\n"
-        )
-        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-
-    def test_answer(self) -> None:
-        assert helper.call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
-
-    def test_stream(self) -> None:
-        lines = ['{"done": false}', '{"done": true}']
-        assert [event["done"] for event in helper.stream_tool("probe", {"lines": lines})] == [
-            False,
-            True,
-        ]
-
-    def test_what_the_user_can_mend(self) -> None:
-        gated = {
-            "code": "hub-access-denied",
-            "field": "model.id",
-            "value": "x",
-            "message": "is gated",
-            "remedy": "ask",
-        }
-        request = {"lines": [json.dumps({"problems": [gated]})], "code": 2}
-        for call in (
-            lambda: helper.call_tool("probe", request),
-            lambda: list(helper.stream_tool("probe", request)),
-        ):
-            problem = refusal(call)
-            assert (problem.code, problem.field, problem.value) == (
-                "hub-access-denied",
-                "model.id",
-                "x",
-            )
-
-    def test_failure_says_what_the_helper_said(self) -> None:
-        with pytest.raises(helper.ToolError, match=r"exit code 7.*what went wrong"):
-            helper.call_tool("probe", {"lines": [], "code": 7})
-        with pytest.raises(helper.ToolError, match="no JSON"):
-            helper.call_tool("probe", {"lines": ["Downloading..."]})
-        with pytest.raises(helper.ToolError, match="without an answer"):
-            helper.call_tool("probe", {"lines": []})
-
-    def test_requests_do_not_depend_on_the_locale(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-        answer = json.dumps({"text": "ünd 😀"})
-        with contextlib.closing(helper.ToolProcess("probe")) as process:
-            process.send({"lines": [answer], "note": "ünd 😀"})
-            process.end_requests()
-            assert list(process.answers()) == [{"text": "ünd 😀"}]
-
-    def test_a_request_to_a_helper_that_was_closed_is_not_sent(self) -> None:
-        process = helper.ToolProcess("probe")
-        process.close()
-        process.send({"lines": []})
-
-    def test_hanging_helper_is_ended_with_its_children(self, tmp_path: Path) -> None:
-        (tmp_path / "so_tui_trainer" / "tools" / "hangs.py").write_text(
-            "import json, signal, subprocess\n"
-            "child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
-            "print(json.dumps({'child': child.pid}), flush=True)\n"
-            "signal.pause()\n"
-        )
-        answers: list[dict[str, int]] = []
-        for timeout_s in (3.0, 12.0, 48.0):  # a busy machine may take longer to begin
-            with pytest.raises(helper.ToolError, match="no answer within"):
-                answers.extend(helper.stream_tool("hangs", {}, timeout_s=timeout_s))
-            if answers:
-                break
-        (answer,) = answers
-        assert gone([answer["child"]])
+PROBE = """
+import json, sys
+request = json.load(sys.stdin)
+for line in request['lines']: print(line, flush=True)
+print('what went wrong', file=sys.stderr)
+sys.exit(request.get('code', 0))
+"""
+HANGS = """
+import json, signal, subprocess
+child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)
+print(json.dumps({'child': child.pid}), flush=True)
+signal.pause()
+"""
 
 
-def test_helper_without_torch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = tmp_path / "so_tui_trainer" / "tools"
-    tools.mkdir(parents=True)
-    for folder in (tools.parent, tools):
-        (folder / "__init__.py").touch()
-    (tools / "lonely.py").write_text("import no_such_torch\n")
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that stand in for tools of the trainer."""
+    folder = tmp_path / "so_tui_trainer" / "tools"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    programs = {"probe": PROBE, "hangs": HANGS, "lonely": "import no_such_torch\n"}
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+
+
+@pytest.mark.usefixtures("tools")
+def test_helper_answers_once_or_in_lines() -> None:
+    assert call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
+    lines = ['{"done": false}', '{"done": true}']
+    assert [event["done"] for event in stream_tool("probe", {"lines": lines})] == [False, True]
+
+
+@pytest.mark.usefixtures("tools")
+def test_helper_says_what_the_user_can_mend() -> None:
+    gated = {"code": "hub-access-denied", "field": "model.id", "value": "x"}
+    problems = [gated | {"message": "is gated", "remedy": "ask"}]
+    request = {"lines": [json.dumps({"problems": problems})], "code": 2}
     for call in (
-        lambda: helper.call_tool("lonely", {}),
-        lambda: list(helper.stream_tool("lonely", {})),
+        lambda: call_tool("probe", request),
+        lambda: list(stream_tool("probe", request)),
     ):
-        with refused("software-missing"):
-            call()
+        problem = refusal(call)
+        found = {"code": problem.code, "field": problem.field, "value": problem.value}
+        assert found == gated
+    with refused("software-missing"):
+        call_tool("lonely", {})
+    with refused("software-missing"):
+        list(stream_tool("lonely", {}))
+
+
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"lines": [], "code": 7}, r"exit code 7.*what went wrong"),
+        ({"lines": ["Downloading..."]}, "no JSON"),
+        ({"lines": []}, "without an answer"),
+    ],
+)
+def test_failed_helper_is_quoted(request_: dict[str, object], said: str) -> None:
+    with pytest.raises(ToolError, match=said):
+        call_tool("probe", request_)
+
+
+@pytest.mark.parametrize("answer", ["[" * 100_000, '{"rows":' + "9" * 5000 + "}", "", "7"])
+def test_a_hostile_answer_of_a_helper_is_an_error_of_the_helper(answer: str) -> None:
+    with pytest.raises(ToolError):
+        _decoded("data", answer)
+
+
+@pytest.mark.usefixtures("tools")
+def test_requests_do_not_depend_on_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are not sent to a helper that was closed."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    answer = json.dumps({"text": "ünd 😀"})
+    with contextlib.closing(ToolProcess("probe")) as process:
+        process.send({"lines": [answer], "note": "ünd 😀"})
+        process.end_requests()
+        assert list(process.answers()) == [{"text": "ünd 😀"}]
+    process.send({"lines": []})
+
+
+@pytest.mark.usefixtures("tools")
+def test_hanging_helper_is_ended_with_its_children() -> None:
+    answers: list[dict[str, int]] = []
+    for timeout_s in (3.0, 12.0, 48.0):  # a busy machine may take longer to begin
+        with pytest.raises(ToolError, match="no answer within"):
+            answers.extend(stream_tool("hangs", {}, timeout_s=timeout_s))
+        if answers:
+            break
+    (answer,) = answers
+    assert gone([answer["child"]])

@@ -1,9 +1,10 @@
 """Downloads by the real clients, from a hub on loopback: progress, lost connections, revisions,
-gated models, no network.
+gated models, no network, presets from hub ids.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from so_tui.launch.helper import stream_tool
+from so_tui.launch.helper_jobs import describe_model
 from so_tui.spec import InputError, RunSpec, resolve_source, spec_tree
 from tests.support.hub import PROXIES, TOKEN, Hub, loopback_hub
 from tests.support.launching import tiny
-from tests.support.problems import codes
+from tests.support.problems import codes, rejected
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.system
@@ -49,16 +51,8 @@ def fetch(**changes: str) -> list[dict[str, Any]]:
     """Fetch what a preset of ``owner/model`` and ``owner/rows`` needs, and return what was
     reported.
     """
-    spec: RunSpec = tiny(
-        **(
-            {
-                "model__id": "owner/model",
-                "model__weights": "pretrained",
-                "data__source": "owner/rows",
-            }
-            | changes
-        )
-    )
+    needed = {"model__id": "owner/model", "model__weights": "pretrained"}
+    spec: RunSpec = tiny(**needed | {"data__source": "owner/rows"} | changes)
     return list(stream_tool("fetch", {"spec": spec_tree(spec)}))
 
 
@@ -70,35 +64,20 @@ def refused(**changes: str) -> list[str]:
 
 
 def test_everything_is_downloaded_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = hub.add(
-        "models",
-        "owner/model",
-        MODEL,
-        MODEL | {"chat_template.jinja": b"{{ messages }}"},
-        tags=("v1",),
-    )
+    newer = MODEL | {"chat_template.jinja": b"{{ messages }}"}
+    first, _ = hub.add("models", "owner/model", MODEL, newer, tags=("v1",))
     hub.cuts["model.safetensors"] = [CHUNK_BYTES + 1]
     told = fetch(model__revision="v1")
     wanted = sum(len(content) for name, content in MODEL.items() if name != "pytorch_model.bin")
     assert (told[0]["total_bytes"], told[-1]["bytes"]) == (wanted, wanted)
     steps = [event["done_bytes"] for event in told if "done_bytes" in event]
     assert steps == sorted(steps)
-    assert (
-        CHUNK_BYTES
-        < next(
-            event["done_bytes"]
-            for event in told
-            if event.get("partial") and event["done_bytes"] > CHUNK_BYTES
-        )
-        < wanted
-    )
-    assert [(asked.status, asked.range) for asked in hub.downloads("model.safetensors")] == [
-        (200, ""),
-        (206, f"bytes={CHUNK_BYTES}-"),
-    ]
-    assert all(first in asked.path for asked in hub.downloads("model.safetensors")), (
-        "the revision that was named, not the newest"
-    )
+    partial = (event["done_bytes"] for event in told if event.get("partial"))
+    assert any(CHUNK_BYTES < done < wanted for done in partial)
+    weights = hub.downloads("model.safetensors")
+    asked = [(request.status, request.range) for request in weights]
+    assert asked == [(200, ""), (206, f"bytes={CHUNK_BYTES}-")]
+    assert all(first in request.path for request in weights), "not the newest revision"
     assert hub.downloads("train.jsonl")
     assert not hub.downloads("pytorch_model.bin"), "pickled weights stay on the hub"
 
@@ -137,13 +116,31 @@ def test_gated_models_need_a_token_with_access(hub: Hub, monkeypatch: pytest.Mon
     assert {asked.status for asked in hub.asked if "resolve" in asked.path} == {401, 403}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetch()[-1]["done"]
-    cached = Path(os.environ["HF_HOME"])
-    assert not any(
-        TOKEN.encode() in path.read_bytes() for path in cached.rglob("*") if path.is_file()
-    ), "tokens are not written down"
+    cached = (path for path in Path(os.environ["HF_HOME"]).rglob("*") if path.is_file())
+    assert not any(TOKEN.encode() in path.read_bytes() for path in cached), "no token is kept"
 
 
 def test_what_is_not_on_the_hub(hub: Hub) -> None:
     hub.add("models", "owner/model", MODEL)
     assert refused(model__revision="v9") == ["hub-revision-missing"]
     assert refused(model__id="owner/absent") == ["hub-model-missing"]
+
+
+def test_preset_from_a_model_of_the_hub(hub: Hub) -> None:
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2}
+    config = json.dumps({"model_type": "llama", "num_attention_heads": 4} | shape).encode()
+    files = {"model.safetensors": b"w", "config.json": config}
+    hub.add("models", "owner/open", files)
+    hub.add("models", "owner/gated", files, gated=True)
+    hub.add("models", "owner/bare", {"model.safetensors": b"w"})
+    described = describe_model("owner/open")
+    assert (described.spec.model.id, described.spec.name) == ("owner/open", "open")
+    assert described.spec.model.parameter_count > 0
+    assert described.notes == ()
+    for model, code in (
+        ("owner/gated", "hub-access-denied"),
+        ("owner/absent", "hub-model-missing"),
+        ("owner/bare", "model-config-missing"),
+    ):
+        with rejected(code):
+            describe_model(model)

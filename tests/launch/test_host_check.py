@@ -1,93 +1,86 @@
-"""A host that differs from the machine that was planned for is refused."""
+"""A host that differs from the machine that was planned for is refused, and one whose GPUs are
+locked by another run.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from so_tui.launch.checks import quick_checks
 from so_tui.launch.launch import prepare
-from so_tui.launch.supervisor.host_check import (
-    HostDiffersError,
-    refuse_different_host,
-    software_differences,
-)
+from so_tui.launch.supervisor import host_check
 from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import read_state
 from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
-from tests.support.plans import quad_gh200
+from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
+from tests.support.problems import refused
 from tests.support.supervising import prepared_run, supervise_to_end
 
 QUAD = quad_gh200()
 LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD)
+FIRST, *OTHERS = QUAD.numa_nodes
+NO_UUID = tuple(replace(gpu, uuid=None) for gpu in QUAD.gpus)
 
 
-def codes_on(host: Machine) -> set[str]:
-    with pytest.raises(HostDiffersError) as caught:
-        refuse_different_host(LAUNCH, host)
-    return set(caught.value.codes)
+def with_first(**changes: object) -> Machine:
+    return replace(QUAD, numa_nodes=(replace(FIRST, **changes), *OTHERS))
 
 
-def test_the_planned_host_is_accepted() -> None:
-    refuse_different_host(LAUNCH, QUAD)
-    refuse_different_host(LAUNCH, replace(QUAD, gpus=QUAD.gpus[:2]))
+def with_second_gpu(**changes: object) -> Machine:
+    return replace(QUAD, gpus=(QUAD.gpus[0], replace(QUAD.gpus[1], **changes)))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        QUAD,
+        replace(QUAD, gpus=QUAD.gpus[:2]),
+        replace(QUAD, gpus=NO_UUID),  # NVML failed; the bus addresses agree
+        with_first(memory_total_bytes=int(0.95 * FIRST.memory_total_bytes)),
+        replace(with_first(memory_total_bytes=1), memory_grows=True),
+        replace(QUAD, numa_nodes=(FIRST, *OTHERS[:-1], replace(OTHERS[-1], memory_total_bytes=1))),
+        replace(QUAD, software=replace(QUAD.software, torch="1.0")),
+    ],
+)
+def test_the_planned_host_is_accepted(host: Machine) -> None:
+    host_check.refuse_different_host(LAUNCH, host)
+    host_check.refuse_different_host(replace(LAUNCH, machine=replace(QUAD, gpus=NO_UUID)), host)
 
 
 @pytest.mark.parametrize(
     ("host", "code"),
     [
         (replace(QUAD, gpus=QUAD.gpus[:1]), "gpu-missing"),
-        (replace(QUAD, gpus=(QUAD.gpus[0], replace(QUAD.gpus[1], uuid="GPU-f"))), "gpu-differs"),
+        (with_second_gpu(uuid="GPU-f"), "gpu-differs"),
+        (with_second_gpu(uuid=None, pci_bus_id="ffff:01:00.0"), "gpu-differs"),
         (replace(QUAD, numa_nodes=QUAD.numa_nodes[:1]), "numa-node-missing"),
         (replace(QUAD, allowed_cpus=tuple(range(100))), "cores-not-allowed"),
+        (with_first(cpus=FIRST.cpus[1:]), "numa-node-differs"),
+        (with_first(memory_total_bytes=FIRST.memory_total_bytes // 2), "numa-node-differs"),
+        (replace(QUAD, numa_nodes=()), "numa-node-missing"),
     ],
 )
 def test_other_gpus_nodes_and_cores_are_refused(host: Machine, code: str) -> None:
-    assert codes_on(host) == {code}
+    with pytest.raises(host_check.HostDiffersError) as caught:
+        host_check.refuse_different_host(LAUNCH, host)
+    assert caught.value.codes == (code,)
+    assert ("NUMA nodes 0 and 1, which" in str(caught.value)) == (not host.numa_nodes)
 
 
-def test_gpus_are_compared_by_bus_address_if_nvml_failed_once() -> None:
-    without = tuple(replace(gpu, uuid=None) for gpu in QUAD.gpus)
-    refuse_different_host(LAUNCH, replace(QUAD, gpus=without))
-    refuse_different_host(replace(LAUNCH, machine=replace(QUAD, gpus=without)), QUAD)
-    moved = replace(without[1], pci_bus_id="ffff:01:00.0")
-    assert codes_on(replace(QUAD, gpus=(without[0], moved))) == {"gpu-differs"}
-
-
-def test_a_numa_node_with_other_cores_or_less_memory() -> None:
-    first, *others = QUAD.numa_nodes
-
-    def with_node(**changes: object) -> Machine:
-        return replace(QUAD, numa_nodes=(replace(first, **changes), *others))
-
-    assert codes_on(with_node(cpus=first.cpus[1:])) == {"numa-node-differs"}
-    assert codes_on(with_node(memory_total_bytes=first.memory_total_bytes // 2)) == {
-        "numa-node-differs"
-    }
-    refuse_different_host(
-        LAUNCH, with_node(memory_total_bytes=int(0.95 * first.memory_total_bytes))
-    )
-    refuse_different_host(LAUNCH, replace(with_node(memory_total_bytes=1), memory_grows=True))
-    unused = replace(others[-1], memory_total_bytes=1)
-    refuse_different_host(LAUNCH, replace(QUAD, numa_nodes=(first, *others[:-1], unused)))
-
-
-def test_other_software_is_named_and_not_refused() -> None:
+def test_other_software_is_named() -> None:
     host = replace(QUAD, software=replace(QUAD.software, torch="1.0"))
-    refuse_different_host(LAUNCH, host)
-    assert [difference.code for difference in software_differences(QUAD, host)] == [
-        "software-differs"
-    ]
-    assert software_differences(QUAD, QUAD) == ()
-
-
-def test_missing_numa_nodes_are_named_one_by_one() -> None:
-    with pytest.raises(HostDiffersError, match="NUMA nodes 0 and 1, which") as caught:
-        refuse_different_host(LAUNCH, replace(QUAD, numa_nodes=()))
-    assert caught.value.codes == ("numa-node-missing",)
+    (difference,) = host_check.software_differences(QUAD, host)
+    assert difference.code == "software-differs"
+    assert host_check.software_differences(QUAD, QUAD) == ()
 
 
 @pytest.mark.slow
@@ -103,3 +96,83 @@ def test_the_supervisor_starts_nothing_on_another_host(tmp_path: Path) -> None:
     state = read_state(run)
     assert (code, state.state, state.code) == (1, "failed", OutcomeCode.HOST_DIFFERS)
     assert not run.command_path(1).exists()
+
+
+ME = host_check._Holder(run="/runs/mine", pid=os.getpid())
+
+
+def assert_held(folder: Path) -> None:
+    """Another cannot take the lock, and is told who has it."""
+    with pytest.raises(host_check.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
+        host_check.take(folder, "gpu-1", host_check._Holder(run="/runs/other", pid=1))
+
+
+def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
+    lock = host_check.take(tmp_path, "gpu-1", ME)
+    argv = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[lock.descriptor]) as child:
+        assert_held(tmp_path)
+        lock.release()
+        assert_held(tmp_path)
+        child.kill()
+    host_check.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> None:
+    lock = host_check.take(tmp_path, "gpu-1", ME)
+    os.utime(lock.path, (0, 0))
+    lock.refresh()
+    assert lock.path.stat().st_mtime > 1e9
+    lock.path.unlink()
+    lock.refresh()
+    assert_held(tmp_path)
+    lock.release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_lock_follows_a_replaced_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaner removes the file between open and flock, and another process makes it anew."""
+    flock = fcntl.flock
+    replaced: list[int] = []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not replaced:
+            (tmp_path / "gpu-1.lock").unlink()
+            (tmp_path / "gpu-1.lock").touch()
+            replaced.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
+    assert os.fstat(lock.descriptor).st_ino == lock.path.stat().st_ino
+    assert_held(tmp_path)
+    lock.release()
+
+
+def test_all_gpus_are_locked_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_check, "lock_folder", lambda: tmp_path)
+    first, second = QUAD.gpus[:2]
+    (held,) = host_check.take_gpus([second], "/runs/mine")
+    with pytest.raises(host_check.LockTakenError, match="GPU 1 is used by run mine"):
+        host_check.take_gpus([first, second], "/runs/mine")
+    for lock in (held, *host_check.take_gpus([first], "/runs/mine")):
+        lock.release()
+
+
+@pytest.mark.slow
+def test_gpu_in_use_is_refused_early_and_by_the_supervisor(tmp_path: Path) -> None:
+    """The check before the start may be too early: what counts is who has the lock when the
+    processes are started.
+    """
+    machine = quad_gh200(hostname=socket.gethostname())
+    launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
+    quick_checks(launch)
+    run = prepared_run(launch, tmp_path / "runs")
+    (lock,) = host_check.take_gpus(machine.gpus[:1], "/runs/busy-one")
+    with refused("gpu-in-use"):
+        quick_checks(launch)
+    code = supervise_to_end(run)
+    lock.release()
+    state = read_state(run)
+    assert (code, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
+    assert f"GPU 0 is used by run busy-one (pid {os.getpid()})" in state.reason

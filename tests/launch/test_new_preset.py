@@ -1,5 +1,5 @@
 """Presets for models that were not built in: shapes from tiny config.json files of several
-architectures, in the real helper process.
+architectures.
 """
 
 from __future__ import annotations
@@ -9,58 +9,41 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
+from so_tui.launch.helper import call_tool
 from so_tui.launch.helper_jobs import _preset_name, describe_model
 from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
 from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another, known
-from tests.support.problems import codes, rejected
+from tests.support.problems import codes, refusal, rejected
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
+SMALL = {**SIZES, "num_attention_heads": 4, "head_dim": 8}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
-LATENT = {
-    **{key: value for key, value in SMALL.items() if key != "head_dim"},
-    "kv_lora_rank": 8,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 0,
-}
+LLAMA = {"model_type": "llama", **GROUPED}
+HEADS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_attention_heads": 4}
+RANKS = {"kv_lora_rank": 8, "q_lora_rank": 16, "num_key_value_heads": 4, "first_k_dense_replace": 0}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = SIZES | HEADS | RANKS | ROUTED | {"moe_intermediate_size": 24}
+HUNYUAN = {**GROUPED, "num_experts": 4, "moe_topk": [2, 2, 2]}
+"""It may list how many experts each layer chooses."""
 MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture(autouse=True)
-def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models described offline, and here: a helper process imports what they are described
+    with for several seconds.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models described here: a helper process imports what they are described with for several
-    seconds.
-    """
     from so_tui_trainer.tools.describe_model import describe
 
     def answer(tool: str, request: dict[str, Any], *, timeout_s: float) -> Any:
@@ -89,24 +72,11 @@ def tree_of(answer: Any, **data: object) -> dict[str, Any]:
     return {"name": "x", "model": answer["model"], "data": data, "train": {"steps": 1}}
 
 
-def refusal(model: Path | str, **options: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        describe_model(str(model), **options)
-    (problem,) = caught.value.problems
-    assert problem.remedy
-    return str(problem)
-
-
 # kind -> (what its config.json says, leaf modules, what the planner is to read of it)
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "llama": (GROUPED, (), {"num_key_value_heads": 2}),
-    "qwen2": (GROUPED, (), {}),
-    "mixtral": (
-        {**GROUPED, "num_local_experts": 4},
-        ("MixtralSparseMoeBlock",),
-        {"num_local_experts": 4},
-    ),
     "qwen3_moe": (MOE, ("Qwen3MoeSparseMoeBlock",), {"moe_intermediate_size": 24}),
+    "hunyuan_v1_moe": (HUNYUAN, ("HunYuanMoEV1Moe",), {"num_experts_per_tok": 2}),
     "gpt2": (
         {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
         (),
@@ -128,9 +98,8 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     assert answer["parameters"] == model.parameter_count == sum(numels)
     assert model.leaf_modules == leaves
     assert read.items() <= model.config.items()
-    assert parameter_table(model) == model.parameters, (
-        "the shape that was written down builds the same model"
-    )
+    # The shape that was written down builds the same model.
+    assert parameter_table(model) == model.parameters
     layers = [block for block in model.parameters if block.repeat > 1]
     assert [block.repeat for block in layers] == [3], "repeated layers are written once"
     experts = sum(prod(t.shape) for block in layers for t in block.tensors if t.kind == "expert")
@@ -160,24 +129,16 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
             check_tree(tree_of(answer))
 
 
-def test_what_is_listed_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
-    """HunYuan may list how many experts each layer chooses."""
-    shape = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
-    answer = described(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))
-    assert answer["model"]["config"]["num_experts_per_tok"] == 2
-    assert make_plan(check_tree(tree_of(answer)), superchips(1)).fits
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_a_preset_does_not_pack_what_cannot_be_packed(tmp_path: Path) -> None:
     made = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
     assert not made.spec.data.packing
     assert "chunked_attention" in made.notes[0]
 
 
-def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
-    shape = {"model_type": "llama", "max_position_embeddings": 512, **GROUPED}
-    model = folder(tmp_path, "Some_Model-7B", **shape)
+def test_preset_is_made_saved_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the real helper process."""
+    monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", call_tool)
+    model = folder(tmp_path, "Some_Model-7B", max_position_embeddings=512, **LLAMA)
     made = describe_model(str(model), changes={"train.micro_batch": "2"})
     assert create_preset(made.spec) == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
@@ -191,15 +152,14 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     assert make_plan(spec, superchips(1)).fits
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_the_model_lacks_can_be_chosen_but_not_its_shape(tmp_path: Path) -> None:
-    model = folder(tmp_path, "one", model_type="llama", **GROUPED)
+    model = str(folder(tmp_path, "one", **LLAMA))
     settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
-    assert describe_model(str(model), changes=settled).notes == ()
-    assert "is read from the model" in refusal(model, changes={"model.config.vocab_size": "2048"})
+    assert describe_model(model, changes=settled).notes == ()
+    shape = {"model.config.vocab_size": "2048"}
+    assert "is read from the model" in str(refusal(lambda: describe_model(model, changes=shape)))
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path, "moe", model_type="qwen3_moe", **MOE)
     assert main(["presets", "add", str(model), "--name", "mine", "--json"]) == 0
@@ -208,111 +168,67 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer["leaf_modules"] == ["Qwen3MoeSparseMoeBlock"]
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    model = folder(tmp_path, "one", model_type="llama", **GROUPED)
-    made = describe_model(str(model))
+    model = str(folder(tmp_path, "one", **LLAMA))
+    made = describe_model(model)
     first = create_preset(made.spec).read_text()
-    assert "name = one: is taken by" in refusal(model)
     with rejected("name-taken"):
         create_preset(made.spec)
-    assert create_preset(msgspec.structs.replace(made.spec, name="two")).name == "two.toml"
-    assert find_preset("one").path.endswith("one.toml")
-    assert Path(find_preset("one").path).read_text() == first
+    assert create_preset(replace(made.spec, name="two")).name == "two.toml"
+    assert (user_folder() / "one.toml").read_text() == first
     (user_folder() / "broken.toml").write_text("name = [")
-    for name in ("tiny", "broken"):
-        assert "is taken by" in refusal(model, name=name)
+    for name in ("one", "tiny", "broken"):
+        taken = refusal(lambda name=name: describe_model(model, name=name))
+        assert f"name = {name}: is taken by" in str(taken)
     names = sorted(path.name for path in user_folder().iterdir())
     assert names == ["broken.toml", "one.toml", "two.toml"]
 
 
-LLAMA = {"model_type": "llama", **GROUPED}
 IDS = {"num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def quantised(method: object, section: str = "quantization_config") -> dict[str, Any]:
-    return LLAMA | {section: method if isinstance(method, dict) else {"quant_method": method}}
 
 
 def kind(name: str, **changes: object) -> dict[str, Any]:
     return GROUPED | IDS | {"model_type": name} | changes
 
 
+def unlike(name: str, **shape: object) -> dict[str, Any]:
+    """Return the shape of a model whose sizes have other names than in most."""
+    return {"model_type": name, "vocab_size": 96, "hidden_size": 32, **shape}
+
+
 UNPACKED, CHANGED = "model-packing-unsupported", "model-logits-changed"
+OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+QUANTISED = {"quant_method": "compressed-tensors"}
+MIXED = {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 16}
+PARTS = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"model_type": "t5"}, "encoder-decoder"),
-        (
-            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-            "(BertForMaskedLM), not a causal language model",
-        ),
-        ({"model_type": "bert"}, "is an encoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM), not a"),
         ({"model_type": "vit"}, "no causal language model for"),
         ({"model_type": "recurrent_gemma", **GROUPED}, "changes its logits"),
-        (
-            {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96},
-            "no num_attention_heads",
-        ),
-        (quantised("fp8"), "quantised (fp8)"),
-        (quantised({"load_in_4bit": True}), "quantised (bitsandbytes)"),
-        (quantised("mxfp4"), "quantised (mxfp4)"),
-        (quantised("compressed-tensors", "compression_config"), "(compressed-tensors)"),
+        (unlike("mamba", num_hidden_layers=2), "no num_attention_heads"),
+        (LLAMA | {"quantization_config": {"load_in_4bit": True}}, "quantised (bitsandbytes)"),
+        (LLAMA | {"compression_config": QUANTISED}, "quantised (compressed-tensors)"),
         ({"model_type": "from-next-year", **GROUPED}, "does not know"),
         (GROUPED, "does not say what kind of model"),
         (LLAMA | {"hidden_size": "big"}, "Field 'hidden_size' expected int"),
-        (
-            LLAMA | {"hidden_size": 33, "head_dim": None},
-            "not a multiple of the number of attention heads",
-        ),
-        ({"model_type": "smollm3", **GROUPED}, "Padding_idx must be within num_embeddings"),
-        (
-            {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4},
-            "cannot be told apart",
-        ),
-        (
-            {"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
-            "cannot be told apart",
-        ),
-        ({"model_type": "nemotron", **GROUPED}, "cannot be told apart"),
-        (
-            {
-                "model_type": "own",
-                "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
-            },
-            "--trust-remote-code",
-        ),
+        (unlike("falcon", num_attention_heads=4), "cannot be told apart"),
+        ({"model_type": "own", "auto_map": OWN_CODE}, "--trust-remote-code"),
         # A mask of its own, convolutions or shared blocks in attention, logits that are scaled,
         # positions that are missing, two texts: codes.
         (kind("doge"), UNPACKED),
-        (kind("zaya", num_experts_per_tok=1), UNPACKED),
-        (
-            kind(
-                "zaya",
-                num_experts_per_tok=1,
-                layer_types=["hybrid", "hybrid_sliding"],
-                sliding_window=16,
-            ),
-            UNPACKED,
-        ),
+        (kind("zaya", num_experts_per_tok=1, **MIXED), UNPACKED),
         (kind("zamba2", layer_types=["mamba", "hybrid"]), UNPACKED),
-        (kind("recurrent_gemma"), CHANGED),
         (kind("inkling_text"), CHANGED),
         (
             kind("cohere_compass_text", rope_parameters={"sliding_attention": None}),
             "model-shape-invalid",
         ),
-        (
-            kind(
-                "musicgen",
-                text_encoder={"model_type": "t5"},
-                audio_encoder={"model_type": "encodec"},
-                decoder={},
-            ),
-            "model-not-causal",
-        ),
+        (kind("musicgen", decoder={}, **PARTS), "model-not-causal"),
     ],
     ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
@@ -325,41 +241,35 @@ def test_untrainable_is_refused(tmp_path: Path, config: dict[str, Any], words: s
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:
-    def said(name: str) -> str:
-        with pytest.raises(InputError) as caught:
-            described(tmp_path / name)
-        return str(caught.value)
+    empty, half = folder(tmp_path, "empty"), folder(tmp_path, "half")
+    (empty / "config.json").unlink()
+    for model, name, content, words in (
+        (tmp_path / "absent", "", "", "there is no such folder"),
+        (empty, "README.md", "", "has no config.json"),
+        (empty, "adapter_config.json", "{}", "is an adapter"),
+        (half, "config.json", '{"model_type": ', "cannot be read"),
+        (half, "config.json", "[]", "has no `model_type`"),
+    ):
+        if name:
+            (model / name).write_text(content)
+        with pytest.raises(InputError, match=words):
+            described(model)
 
-    assert "there is no such folder" in said("absent")
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in said("empty")
-    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    assert "is an adapter" in said("empty")
-    (tmp_path / "half").mkdir()
-    for content, words in (('{"model_type": ', "cannot be read"), ("[]", "has no `model_type`")):
-        (tmp_path / "half" / "config.json").write_text(content)
-        assert words in said("half")
 
-
-@pytest.mark.usefixtures("in_this_process")
 def test_a_hub_id_without_a_network() -> None:
-    assert "the hub cannot be reached" in refusal("owner/some-model")
+    unreachable = refusal(lambda: describe_model("owner/some-model"))
+    assert "the hub cannot be reached" in str(unreachable)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
+def test_names_come_from_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Some-Model").mkdir()
+    monkeypatch.chdir(tmp_path / "Some-Model")
+    for model, name in (
         ("Qwen/Qwen3-14B", "qwen3-14b"),
         ("/data/My Model (v2)/", "my-model-v2"),
         ("builtin:tiny", "tiny"),
         ("...", "model"),
-    ],
-)
-def test_names_come_from_the_model(model: str, name: str) -> None:
-    assert _preset_name(model) == name
-
-
-def test_folder_gives_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "Some-Model").mkdir()
-    monkeypatch.chdir(tmp_path / "Some-Model")
-    assert _preset_name(".") == _preset_name("../Some-Model/") == "some-model"
+        (".", "some-model"),
+        ("../Some-Model/", "some-model"),
+    ):
+        assert _preset_name(model) == name

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.commands.mpam import (
-    _partition_script,
-    _partitions,
-    _read_resctrl,
-    _Resctrl,
-    print_mpam_script,
-)
+from so_tui.commands import mpam
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.plan import RankBinding
@@ -36,18 +30,28 @@ GRACE = {
 
 
 def tree(
-    folder: Path, files: dict[str, str], caches: dict[int, int], options: str = "rw,relatime"
+    folder: Path, files: dict[str, str] = GRACE, caches: int = 1, options: str = "rw,relatime"
 ) -> SystemFiles:
-    """Write a copy of a resctrl tree, and which L3 cache each CPU has."""
-    mount = f"{folder}/sys/fs/resctrl" if options == "own" else "/sys/fs/resctrl"
+    """Write a copy of a resctrl tree, of CPUs of so many L3 caches."""
     everything = {f"/sys/fs/resctrl/{name}": f"{text}\n" for name, text in files.items()}
-    everything["/proc/mounts"] = f"proc /proc proc rw 0 0\nresctrl {mount} resctrl {options} 0 0\n"
-    everything["/sys/devices/system/cpu/online"] = ",".join(map(str, caches))
-    for cpu, cache in caches.items():
-        everything[f"/sys/devices/system/cpu/cpu{cpu}/cache/index0/level"] = "1"
-        everything[f"/sys/devices/system/cpu/cpu{cpu}/cache/index3/level"] = "3"
-        everything[f"/sys/devices/system/cpu/cpu{cpu}/cache/index3/id"] = str(cache)
+    everything["/proc/mounts"] = f"resctrl /sys/fs/resctrl resctrl {options} 0 0\n"
+    everything["/sys/devices/system/cpu/online"] = f"0-{72 * caches - 1}"
+    for cpu in range(72 * caches):
+        cache = f"/sys/devices/system/cpu/cpu{cpu}/cache"
+        everything |= {f"{cache}/index0/level": "1", f"{cache}/index3/level": "3"}
+        everything[f"{cache}/index3/id"] = str(1 + cpu // 72)
     return SystemFiles(build_files(everything, folder))
+
+
+def read(files: SystemFiles) -> mpam._Resctrl:
+    found = mpam._read_resctrl(files)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def grace(tmp_path_factory: pytest.TempPathFactory) -> mpam._Resctrl:
+    return read(tree(tmp_path_factory.mktemp("grace")))
 
 
 def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
@@ -56,37 +60,28 @@ def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
     )
 
 
-def grace(tmp_path: Path) -> _Resctrl:
-    found = _read_resctrl(tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)))
-    assert found is not None
-    return found
+def schemata(found: mpam._Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
+    return [partition.schemata for partition in mpam._partitions(found, bindings(chips), "node7")]
 
 
-def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
-    seven_main = 65 / 72
-    found = _partitions(grace(tmp_path), bindings(fraction=seven_main), "node7")
+def test_the_published_example_follows_from_the_tree(grace: mpam._Resctrl) -> None:
+    found = mpam._partitions(grace, bindings(fraction=65 / 72), "node7")
     assert [(part.role, part.cpus, part.schemata) for part in found] == [
         ("main", tuple(range(7)), ("MB:1=100", "L3:1=ff0")),
         ("adam", tuple(range(7, 72)), ("MB:1=20", "L3:1=f")),
     ]
 
 
-def schemata(found: _Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
-    return [partition.schemata for partition in _partitions(found, bindings(chips), "node7")]
-
-
 def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
-    files = {**GRACE, "schemata": "MB:1=100;2=100;3=100\nL3:1=fff;2=fff;3=fff\n"}
-    found = _read_resctrl(tree(tmp_path, files, {cpu: 1 + cpu // 72 for cpu in range(144)}))
-    assert found is not None
+    both = {"schemata": "MB:1=100;2=100;3=100\nL3:1=fff;2=fff;3=fff\n"}
+    found = read(tree(tmp_path, GRACE | both, caches=2))
     assert schemata(found, 2) == [
         ("MB:1=100;2=100", "L3:1=ff0;2=ff0"),
         ("MB:1=20;2=20", "L3:1=f;2=f"),
     ]
-    assert schemata(replace(found, cache_of={}), 2)[1] == (
-        "MB:1=20;2=20;3=20",
-        "L3:1=f;2=f;3=f",
-    )  # caches of CPUs not known
+    # If the caches of CPUs are not known.
+    everywhere = ("MB:1=20;2=20;3=20", "L3:1=f;2=f;3=f")
+    assert schemata(replace(found, cache_of={}), 2)[1] == everywhere
 
 
 @pytest.mark.parametrize(
@@ -108,75 +103,55 @@ def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
     ],
 )
 def test_limits_of_other_hardware(
-    tmp_path: Path, limits: dict[str, object], adam: tuple[str, ...]
+    grace: mpam._Resctrl, limits: dict[str, object], adam: tuple[str, ...]
 ) -> None:
-    assert schemata(replace(grace(tmp_path), **limits))[1] == adam
+    assert schemata(replace(grace, **limits))[1] == adam
 
 
-def test_parts_of_a_mask_are_disjoint_and_whole(tmp_path: Path) -> None:
-    found = grace(tmp_path)
+def test_parts_of_a_mask_are_disjoint_and_whole(grace: mpam._Resctrl) -> None:
     for bits in range(4, 33):
-        main, adam = (
-            int(lines[1].partition("=")[2], 16)
-            for lines in schemata(replace(found, caches={"L3": {1: 2**bits - 1}}))
-        )
-        assert main & adam == 0
-        assert main | adam == 2**bits - 1
+        cut = schemata(replace(grace, caches={"L3": {1: 2**bits - 1}}))
+        main, adam = (int(lines[1].partition("=")[2], 16) for lines in cut)
+        assert (main & adam, main | adam) == (0, 2**bits - 1)
 
 
-def test_why_nothing_is_partitioned(tmp_path: Path) -> None:
-    found = grace(tmp_path)
+def test_why_nothing_is_partitioned(grace: mpam._Resctrl) -> None:
     without = tuple(replace(binding, adam_cpus=()) for binding in bindings())
     shared = tuple(replace(binding, main_cpus=(0,), adam_cpus=(0,)) for binding in bindings())
     for code, limits, ranks in (
-        ("too-few-partitions", replace(found, most_groups=2), bindings()),
-        ("no-partitions", replace(found, bandwidth={}, caches={}), bindings()),
-        ("cores-partitioned", replace(found, groups={"theirs": (71,)}), bindings()),
-        ("no-adam-cores", found, without),
-        ("no-adam-cores", found, shared),
+        ("too-few-partitions", replace(grace, most_groups=2), bindings()),
+        ("no-partitions", replace(grace, bandwidth={}, caches={}), bindings()),
+        ("cores-partitioned", replace(grace, groups={"theirs": (71,)}), bindings()),
+        ("no-adam-cores", grace, without),
+        ("no-adam-cores", grace, shared),
     ):
         with rejected(code):
-            _partitions(limits, ranks, "node7")
+            mpam._partitions(limits, ranks, "node7")
 
 
 def test_bandwidth_in_bytes_is_left_alone(tmp_path: Path) -> None:
     files = {**GRACE, "schemata": "MB:1=4294967295\nL3:1=fff\n"}
-    found = _read_resctrl(tree(tmp_path, files, {0: 1}, "rw,mba_MBps"))
-    assert found is not None
-    assert found.bandwidth == {}
-    assert _read_resctrl(SystemFiles(tmp_path / "nothing")) is None
+    assert read(tree(tmp_path, files, options="rw,mba_MBps")).bandwidth == {}
 
 
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["sh", "-s", *arguments],
-        input=script,
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
+def run_script(script: str, *arguments: str) -> None:
+    argv = ["sh", *arguments]
+    ran = subprocess.run(argv, input=script, text=True, capture_output=True, check=True, timeout=60)
+    assert ran.stderr == ""
 
 
 def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) -> None:
-    files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
-    found = replace(grace(tmp_path), mount=str(tmp_path / "sys/fs/resctrl"))
-    wanted = _partitions(found, bindings(), "node7")
-    script = _partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
+    files, folder = tree(tmp_path), tmp_path / "sys/fs/resctrl"
+    found = replace(read(files), mount=str(folder))
+    wanted = mpam._partitions(found, bindings(), "node7")
+    script = mpam._partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
     assert "\x1b" not in script
-    ran = run_script(script)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    made = {f"so-tui-{partition.role}": partition.cpus for partition in wanted}
-    left = _read_resctrl(files)
-    assert left is not None
-    assert left.groups == made
-    for group in (tmp_path / "sys/fs/resctrl").glob("so-tui-*"):  # resctrl removes them itself
-        for file in group.iterdir():
-            file.unlink()
-    assert run_script(script, "undo").returncode == 0
-    left = _read_resctrl(files)
-    assert left is not None
-    assert left.groups == {}
+    run_script(script, "-s")
+    assert read(files).groups == {f"so-tui-{part.role}": part.cpus for part in wanted}
+    for file in folder.glob("so-tui-*/*"):  # resctrl removes them itself
+        file.unlink()
+    run_script(script, "-s", "undo")
+    assert read(files).groups == {}
 
 
 def test_doctor_prints_the_script(
@@ -185,16 +160,15 @@ def test_doctor_prints_the_script(
     """Or says why not."""
     kernel = build_files({"/proc/filesystems": "nodev\tresctrl\n"}, tmp_path / "kernel")
     for files, printed in (
-        (tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)), "MB:1=20"),
+        (tree(tmp_path), "MB:1=20"),
         (SystemFiles(kernel), "mount -t resctrl"),
     ):
         monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda files=files: files)
-        assert print_mpam_script(superchips(1), None) == 0
+        assert mpam.print_mpam_script(superchips(1), None) == 0
         script = capsys.readouterr().out
         assert printed in script
-        told = subprocess.run(["sh", "-n"], input=script, text=True, check=False, timeout=60)
-        assert told.returncode == 0
+        run_script(script, "-n")
     nothing = SystemFiles(tmp_path / "none")
     monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda: nothing)
     with rejected("no-resctrl"):
-        print_mpam_script(superchips(1), None)
+        mpam.print_mpam_script(superchips(1), None)

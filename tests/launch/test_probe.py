@@ -9,16 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import (
-    Ran,
-    _workload_of,
-    compared,
-    measured_of,
-    predicted_of,
-    probe_of,
-    probe_spec,
-    settings_text,
-)
+from so_tui.launch import probe as probing
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan.measured import Figures, Probe, calibration_of, store
@@ -28,20 +19,19 @@ from so_tui.plan.workload import Workload
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import MetricRecord, PhaseRecord, RunState, Sample
 from so_tui.spec import find_preset, with_values
+from so_tui_trainer.data import documents as cache
+from so_tui_trainer.data import tokens
+from so_tui_trainer.data.documents import fill
 from tests.support.machines import x86
 from tests.support.plans import cpu_machine
 from tests.support.records import step_record
 from tests.support.schemas import valid
 
-SPEC = with_values(
-    find_preset("qwen3-4b-random").spec,
-    {"offload.mode": "gpu", "model.activation_checkpointing": "full"},
-)
-
-
-def h200() -> Machine:
-    host, gpu = cpu_machine(), x86("NVIDIA H200").gpus[0]
-    return replace(host, gpus=(replace(gpu, numa_node=0, cpus=host.allowed_cpus),))
+ON_GPU = {"offload.mode": "gpu", "model.activation_checkpointing": "full"}
+SPEC = with_values(find_preset("qwen3-4b-random").spec, ON_GPU)
+ON_HOST = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
+HOST, GPU = cpu_machine(), x86("NVIDIA H200").gpus[0]
+H200: Machine = replace(HOST, gpus=(replace(GPU, numa_node=0, cpus=HOST.allowed_cpus),))
 
 
 def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Plan) -> Probe:
@@ -50,37 +40,52 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
         model="m",
         mode=plan.mode,
         ranks=1,
-        settings=settings_text(plan),
+        settings=probing.settings_text(plan),
         workload=workload,
         predicted=predicted,
         actual=actual,
     )
 
 
-def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> Ran:
-    return Ran(
-        RunDirectory(Path("run")), RunState(name="run", state="finished"), [*records], [*samples]
-    )
+def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> probing._Ran:
+    finished = RunState(name="run", state="finished")
+    return probing._Ran(RunDirectory(Path("run")), finished, [*records], [*samples])
 
 
-def six_steps(*kept: int) -> Ran:
+def six_steps(kept: Sequence[int] = (0,) * 6) -> probing._Ran:
     """Return six steps, with how many the engine had kept so far."""
-    return ran(
-        *(
-            step_record(number, kept_steps=so_far)
-            for number, so_far in enumerate(kept or (0,) * 6, 1)
-        )
-    )
+    return ran(*(step_record(number, kept_steps=so_far) for number, so_far in enumerate(kept, 1)))
+
+
+@pytest.mark.parametrize(
+    ("known", "length", "trained"),
+    [
+        (Workload(), 2048, 1.0),
+        (Workload(attended_tokens=300, trained_share=0.5, useful_share=1.0), 300, 0.5),
+    ],
+    ids=["nothing is known of the data", "documents of 300 tokens, half of them trained"],
+)
+def test_rows_are_as_planned(known: Workload, length: int, trained: float, tmp_path: Path) -> None:
+    """By a probe without data of its own."""
+    sizes = {"data.sequence_length": "2048", "train.micro_batch": "3"}
+    spec = with_values(find_preset("tiny").spec, sizes)
+    rows = probing.write_rows(spec, known, tmp_path / "probes")
+    assert probing.write_rows(spec, known, tmp_path / "probes") == rows
+    short = probing.probe_spec(spec, "random", rows=rows)
+    documents = cache.read(tokens.prepare(short), short.data)
+    lengths = documents.lengths
+    assert lengths.mean() == pytest.approx(length, rel=0.1)
+    assert documents.trained.mean() == pytest.approx(trained, abs=0.08)
+    sequences = fill(lengths, documents.epoch(0), short.data)
+    assert len(sequences) >= 3
+    assert sequences.efficiency(lengths, 2048) > 0.7
 
 
 def test_the_data_is_read_back_from_what_its_steps_did() -> None:
-    plan = make_plan(SPEC, h200())
-    useful, lengths = 16_000, [160] * 100
-    flops = model_flops(flops_of(SPEC.model), useful, lengths)
-    step = step_record(
-        3, useful_tokens=useful, trained_tokens=8_192, model_tflops_per_gpu=flops / 2.0 / 1e12
-    )  # of 2 s
-    found = _workload_of([step], plan)
+    plan, useful = make_plan(SPEC, H200), 16_000
+    tflops = model_flops(flops_of(SPEC.model), useful, [160] * 100) / 2.0 / 1e12  # of 2 s
+    counts = {"useful_tokens": useful, "trained_tokens": 8_192}
+    found = probing._workload_of([step_record(3, model_tflops_per_gpu=tflops, **counts)], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
 
@@ -92,19 +97,12 @@ def test_the_loads_peak_ends_where_training_begins() -> None:
         PhaseRecord(attempt=1, time=1e9 + 10, phase="training"),
         step_record(1, time=1e9 + 15, step_s=2.0),  # it ended three seconds before
     )
+    sample = Sample(attempt=1, time=1e9, interval_s=1.0, nodes=(), gpus=(), run_cpu_s=0.0)
     samples = [
-        Sample(
-            attempt=1,
-            time=1e9 + second,
-            interval_s=1.0,
-            nodes=(),
-            gpus=(),
-            run_cpu_s=0.0,
-            run_memory_peak_bytes=peak_gb * 10**9,
-        )
+        replace(sample, time=1e9 + second, run_memory_peak_bytes=peak_gb * 10**9)
         for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12))
     ]
-    measured = measured_of(ran(*records, samples=samples), make_plan(SPEC, h200()))
+    measured = probing.measured_of(ran(*records, samples=samples), make_plan(SPEC, H200))
     assert measured.figures.host_load_bytes == 7 * 10**9
 
 
@@ -118,26 +116,25 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
         "data.evaluation_split": "test",
         "data.subset": "main",
     }
-    plan = make_plan(with_values(SPEC, wishes), h200())
-    short = probe_spec(plan.spec, "random")
-    assert not short.tracking.wandb
-    assert not short.tracking.tensorboard
-    assert (short.data.subset, short.data.evaluation_split, short.data.held_out) == ("", "", 0)
-    assert short.offload == plan.spec.offload
-    assert (short.train.micro_batch, short.data.sequence_length) == (4, 4096)
-    saved = short.checkpoint
-    assert (saved.every_steps, saved.every_minutes) == (0, 0)
-    assert (saved.at_end, saved.export) == (False, False)
-    assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
-    assert short.data.packing
-    assert not probe_spec(with_values(plan.spec, {"data.packing": "false"}), "random").data.packing
-    own = probe_spec(with_values(plan.spec, {"model.weights": "pretrained"}), "spec")
-    assert (own.model.weights, own.data.source) == ("pretrained", plan.spec.data.source)
+    spec = make_plan(with_values(SPEC, wishes), H200).spec
+    short = probing.probe_spec(spec, "random")
+    tracking, data, saved = short.tracking, short.data, short.checkpoint
+    assert (tracking.wandb, tracking.tensorboard) == (False, False)
+    assert (data.subset, data.evaluation_split, data.held_out) == ("", "", 0)
+    assert (short.offload, short.train.micro_batch, data.sequence_length) == (spec.offload, 4, 4096)
+    assert (saved.every_steps, saved.every_minutes, saved.at_end, saved.export) == (0, 0, 0, 0)
+    assert (short.model.weights, data.source) == ("random", "builtin:tiny/rows.jsonl")
+    assert data.packing
+    assert not probing.probe_spec(
+        with_values(spec, {"data.packing": "false"}), "random"
+    ).data.packing
+    own = probing.probe_spec(with_values(spec, {"model.weights": "pretrained"}), "spec")
+    assert (own.model.weights, own.data.source) == ("pretrained", spec.data.source)
 
 
 def test_prediction_is_compared_figure_by_figure() -> None:
     workload = Workload(attended_tokens=160, trained_share=0.5, useful_share=0.97)
-    plan, predicted = predicted_of(SPEC, h200(), workload)
+    plan, predicted = probing.predicted_of(SPEC, H200, workload)
     actual = replace(
         predicted,
         step_s=2 * predicted.step_s,
@@ -146,7 +143,7 @@ def test_prediction_is_compared_figure_by_figure() -> None:
         gpu_device_bytes=0,
     )
     probe = probe_with(workload, predicted, actual, plan)
-    errors = {name: error for name, _, _, error in compared(probe)}
+    errors = {name: error for name, _, _, error in probing.compared(probe)}
     assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
@@ -167,15 +164,14 @@ def test_prediction_is_compared_figure_by_figure() -> None:
 )
 def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]) -> None:
     """A second probe of the same settings replaces the first."""
-    machine, workload = h200(), Workload()
     plain = with_values(SPEC, {"train.gradient_clipping": "0"})
     same = {key: value for key, value in changes.items() if key == "offload.mode"}
     made = []
     for other in (same, changes, changes):
-        plan, predicted = predicted_of(with_values(plain, other), machine, workload)
-        made.append(probe_with(workload, predicted, predicted, plan))
-        store(machine, probe=made[-1])
-    known = calibration_of(machine)
+        plan, predicted = probing.predicted_of(with_values(plain, other), H200, Workload())
+        made.append(probe_with(Workload(), predicted, predicted, plan))
+        store(H200, probe=made[-1])
+    known = calibration_of(H200)
     assert known is not None
     assert [probe.settings for probe in known.probes] == [made[0].settings, made[1].settings]
     assert made[0].settings != made[1].settings == made[2].settings
@@ -188,16 +184,13 @@ def test_probe_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"])
-        == 0
-    )  # more than the embedded rows
+    more = "data.held_out=400"  # than the embedded rows
+    assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", more]) == 0
     answer = valid("plan", capsys.readouterr().out)
     actual = answer["probe"]["actual"]
     parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]
     assert 0 < parts < 1.05 * actual["step_s"]
-    assert actual["host_bytes"] > 100e6
-    assert actual["host_load_bytes"] > 100e6
+    assert min(actual["host_bytes"], actual["host_load_bytes"]) > 100e6
     assert 1 < answer["probe"]["workload"]["attended_tokens"] <= 256
     assert Path(answer["path"]).is_file()
     assert not list((tmp_path / "so-tui" / "probes").glob("probe*"))
@@ -208,24 +201,20 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
     [((1, 2, 3, 4, 5, 6), 0), ((0,) * 6, 4), ((1, 2, 3, 3, 3, 3), 3)],
     ids=["within", "above", "mixed"],
 )
-def test_steps_above_the_limit_have_their_own_prediction(
-    kept: tuple[int, ...], held_back: int
-) -> None:
+def test_steps_above_the_limit_are_predicted_apart(kept: tuple[int, ...], held_back: int) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could
     not keep it does not try.
     """
-    clipped = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
-    clipped |= {"train.gradient_clipping": "1", "offload.speculation": "on"}
-    clipped |= {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
-    machine = h200()
-    plan = make_plan(with_values(SPEC, clipped), machine)
+    clipped = {"train.gradient_clipping": "1", "offload.speculation": "on"}
+    counted = {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
+    plan = make_plan(with_values(SPEC, ON_HOST | clipped | counted), H200)
     assert plan.host_optional_bytes
-    measured = measured_of(six_steps(*kept), plan)
+    measured = probing.measured_of(six_steps(kept), plan)
     assert measured.held_back_steps == held_back
-    probe = probe_of(measured, plan, machine)
-    _, early = predicted_of(plan.spec, machine, probe.workload)
+    probe = probing.probe_of(measured, plan, H200)
+    _, early = probing.predicted_of(plan.spec, H200, probe.workload)
     waits = with_values(plan.spec, {"offload.speculation": "off"})
-    _, waiting = predicted_of(waits, machine, probe.workload)
+    _, waiting = probing.predicted_of(waits, H200, probe.workload)
     assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
     expected = waiting if held_back else early
     assert probe.predicted.step_s == expected.step_s
@@ -234,17 +223,15 @@ def test_steps_above_the_limit_have_their_own_prediction(
 
 
 def test_fetching_probe_records_prediction_without() -> None:
-    machine = h200()
-    changes = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
-    changes |= {"data.sequence_length": "1024", "train.micro_batch": "1"}
+    changes = ON_HOST | {"data.sequence_length": "1024", "train.micro_batch": "1"}
     plain, fetching = (
-        make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine)
+        make_plan(with_values(SPEC, changes | {"offload.parameters": where}), H200)
         for where in ("none", "cpu")
     )
     run = six_steps()
-    assert probe_of(measured_of(run, plain), plain, machine).computing is None
-    probe = probe_of(measured_of(run, fetching), fetching, machine)
-    _, expected = predicted_of(plain.spec, machine, probe.workload)
+    assert probing.probe_of(probing.measured_of(run, plain), plain, H200).computing is None
+    probe = probing.probe_of(probing.measured_of(run, fetching), fetching, H200)
+    _, expected = probing.predicted_of(plain.spec, H200, probe.workload)
     assert probe.computing is not None
     assert probe.host_weights
     assert probe.computing.forward_s == expected.forward_s < probe.predicted.forward_s

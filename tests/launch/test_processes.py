@@ -19,92 +19,81 @@ import pytest
 
 from so_tui.launch.command import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.supervisor import processes
-from so_tui.launch.supervisor.processes import (
-    OwnProcesses,
-    ProcessTree,
-    _order_of_loss,
-    _send,
-    markers,
-)
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import write_manifest
 from so_tui.runs.liveness import Stat, read_stat
 from so_tui.runs.records import Process, Role
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
 
+NO_MARKS = frozenset({"SO_TUI_RUN=/nowhere"})
+WAITS = ["sh", "-c", "read line; exit 3"]
+SLEEPER = f"exec {sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
+
 
 @contextmanager
-def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program, and end it whatever happens."""
-    with subprocess.Popen(argv, **options) as process:
+def started(
+    *argv: str, run: Path | None = None, run_id: str = "", **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program that carries the marks of a run, and end it whatever happens."""
+    marks = {RUN_MARKER: str(run)} if run else {}
+    env = os.environ | marks | ({RUN_ID_MARKER: run_id} if run_id else {})
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, **options) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def marked(folder: Path) -> dict[str, str]:
-    return {**os.environ, RUN_MARKER: str(folder)}
+def say(process: subprocess.Popen[bytes], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n".encode())
+    process.stdin.flush()
 
 
-def roles(tree: ProcessTree) -> dict[int, str]:
+def roles(tree: processes.ProcessTree) -> dict[int, str]:
     return {known.pid: known.role for known in tree.alive}
 
 
-SLEEPER = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
+def recorded(pid: int) -> Process:
+    stat = read_stat(pid)
+    assert stat is not None
+    return Process(pid=pid, start_time=stat.start_time)
 
 
-def wait_for_sleeper(pid: int) -> None:
-    cmdline = Path(f"/proc/{pid}/cmdline")
-    wait_until(lambda: b"deepspeed.launcher.launch" in cmdline.read_bytes().split(b"\0"))
-
-
-def test_process_before_exec_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("argv", "young"), [(["sh", "-c", f"read line; {SLEEPER}"], True), ([""], False)]
+)
+def test_process_before_exec_is_known(
+    argv: Sequence[str], young: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even if nobody looks for long: a supervisor on a busy host may not run for seconds, and a
-    launcher that it takes for something else is never missed.
+    launcher that it takes for something else is never missed. What has no command line yet is
+    looked at again however old it is, as a process while its program is loaded; a shell without a
+    name stands for it.
     """
-    go = tmp_path / "go"
-    script = f"until test -e {go}; do sleep 0.05; done; exec {SLEEPER}"
-    with started(["sh", "-c", script], env=marked(tmp_path)) as process:
-        tree = ProcessTree(frozenset({f"SO_TUI_RUN={tmp_path}"}), os.getpid())
-        monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
+    monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9 if young else 0)
+    with started(*argv, executable="/bin/sh") as process:
+        tree = processes.ProcessTree(NO_MARKS, os.getpid())
         tree.scan()
         assert roles(tree)[process.pid] == "other"
-        go.touch()
-        wait_for_sleeper(process.pid)
+        say(process, SLEEPER)
+        cmdline = Path(f"/proc/{process.pid}/cmdline")
+        wait_until(lambda: b"deepspeed.launcher.launch" in cmdline.read_bytes().split(b"\0"))
         monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
         tree.scan()
         assert roles(tree)[process.pid] == "launcher"
 
 
-def test_what_has_no_command_line_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However old it is. So is a process while its program is loaded; a shell without a name stands
-    for it.
-    """
-    monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)
-    with started([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
-        tree.scan()
-        assert roles(tree)[process.pid] == "other"
-        process.stdin.write(f"exec {SLEEPER}\n".encode())
-        process.stdin.flush()
-        wait_for_sleeper(process.pid)
-        tree.scan()
-        assert roles(tree)[process.pid] == "launcher"
-
-
-def test_an_alert_command_is_no_process_of_the_run(tmp_path: Path) -> None:
+def test_an_alert_command_is_no_process_of_the_run() -> None:
     """Although it was seen before its environment: a program has none while it is loaded. It is
     neither waited for nor ended with the run, and nothing was lost.
     """
-    go = tmp_path / "go"
-    script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
-    with started(["sh", "-c", script]) as process:
-        tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
+    script = "read line; exec env SO_TUI_ALERT_KIND=loss sleep 60"
+    with started("sh", "-c", script) as process:
+        tree = processes.ProcessTree(NO_MARKS, os.getpid())
         tree.scan()
         assert process.pid in roles(tree)
-        go.touch()
+        say(process, "go")
         environ = Path(f"/proc/{process.pid}/environ")
         wait_until(lambda: b"SO_TUI_ALERT_KIND=loss" in environ.read_bytes())
         tree.scan()
@@ -114,15 +103,17 @@ def test_an_alert_command_is_no_process_of_the_run(tmp_path: Path) -> None:
 def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     """At the same path."""
     run = RunDirectory(tmp_path)
-    with started(["sleep", "60"], env=marked(tmp_path) | {RUN_ID_MARKER: "one"}) as process:
+    with started("sleep", "60", run=tmp_path, run_id="one") as process:
         wait_for_environment(process.pid)
-        assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+        assert processes.OwnProcesses().carry(processes.markers(run)), (
+            "a run of an older version has no id"
+        )
         write_manifest(run)
         manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):
             run.manifest_path.write_text(json.dumps(manifest | {"id": known}))
-            assert OwnProcesses().carry(markers(run)) == carried
-            tree = ProcessTree(markers(run), supervisor_pid=-1)
+            assert processes.OwnProcesses().carry(processes.markers(run)) == carried
+            tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)
             assert [found.pid for found in tree.alive] == [process.pid] * carried
 
@@ -131,25 +122,24 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
 def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
     """Even with the marker, and as our child."""
     run = RunDirectory(tmp_path)
-    with started(["sleep", "60"], env=marked(tmp_path), user=61_999) as process:
+    with started("sleep", "60", run=tmp_path, user=61_999) as process:
         wait_for_environment(process.pid)
-        tree = ProcessTree(markers(run), supervisor_pid=os.getpid())
+        tree = processes.ProcessTree(processes.markers(run), supervisor_pid=os.getpid())
         tree.scan(thorough=True)
         assert process.pid not in roles(tree)
-        stat = read_stat(process.pid)
-        assert stat is not None
-        _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
+        processes._send(recorded(process.pid), signal.SIGKILL)
         time.sleep(0.1)
         assert process.poll() is None
-        assert not OwnProcesses().carry(markers(run))
+        assert not processes.OwnProcesses().carry(processes.markers(run))
 
 
 def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
-    run, environ, kill = RunDirectory(tmp_path), marked(tmp_path), os.kill
+    run, kill = RunDirectory(tmp_path), os.kill
     with (
-        started(["sleep", "60"], env=environ) as first,
-        started(["sleep", "60"], env=environ) as second,
+        started("sleep", "60", run=tmp_path) as first,
+        started("sleep", "60", run=tmp_path) as second,
+        monkeypatch.context() as patch,
     ):
 
         def refuse(pid: int, signum: int) -> None:
@@ -159,47 +149,66 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
 
         for process in (first, second):
             wait_for_environment(process.pid)
-        tree = ProcessTree(markers(run), supervisor_pid=-1)
+        tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
         tree.scan(thorough=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "kill", refuse)
-            with pytest.raises(PermissionError):
-                tree.signal(signal.SIGKILL)
+        patch.setattr(os, "kill", refuse)
+        with pytest.raises(PermissionError):
+            tree.signal(signal.SIGKILL)
         assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
         assert first.poll() is None
 
 
-def ranks(codes: dict[int, int | None]) -> dict[Process, int | None]:
-    """Return ranks of which one scan found that they had ended with these exit codes."""
-    return {
-        Process(pid=100 + rank, start_time=1, role="rank", rank=rank): code
-        for rank, code in codes.items()
-    }
+RANK = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
+LAUNCHER = ("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer")
+RUNNER = ("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer")
+SPAWNED = ("python", "-c", "from multiprocessing.spawn import m", "--multiprocessing-fork")
+WORKER = ("python", "-P", "/lib/superoffload/worker.py", "3")
 
 
-def cause(lost: dict[Process, int | None]) -> Process:
-    return min(lost, key=lambda process: _order_of_loss(process, lost[process]))
+@pytest.mark.parametrize(
+    ("argv", "parent", "role"),
+    [
+        (RUNNER, None, "runner"),
+        (RUNNER, "runner", "other"),
+        (LAUNCHER, "runner", "launcher"),
+        (LAUNCHER, "launcher", "other"),
+        (("dpkg", "-l", "numactl"), "launcher", "other"),
+        (RANK, "launcher", "rank"),
+        (RANK, None, "rank"),
+        (RANK, "rank", "other"),
+        (SPAWNED, "rank", "adam"),
+        (WORKER, "rank", "adam"),
+        (WORKER, "other", "other"),
+    ],
+)
+def test_roles(argv: tuple[str, ...], parent: Role | None, role: Role) -> None:
+    assert processes._role_of(argv, parent) == role
+
+
+STARTER, TERM = -1, signal.SIGTERM
 
 
 @pytest.mark.parametrize(
     ("codes", "wanted"),
     [
-        ({0: -signal.SIGTERM, 1: 1}, 1),  # the launcher ends the others once a rank has failed
-        ({0: 128 + signal.SIGTERM, 1: 1}, 1),
-        ({0: -signal.SIGTERM, 1: -signal.SIGSEGV}, 1),
+        ({0: -TERM, 1: 1}, 1),  # the launcher ends the others once a rank has failed
+        ({0: 128 + TERM, 1: 1}, 1),
+        ({0: -TERM, 1: -signal.SIGSEGV}, 1),
         ({0: 1, 1: -signal.SIGKILL}, 1),  # the others fail because they wait for it
-        ({0: -signal.SIGTERM, 1: None}, 1),
-        ({0: None, 1: 128 + signal.SIGTERM}, 0),
+        ({0: -TERM, 1: None}, 1),
+        ({0: None, 1: 128 + TERM}, 0),
+        ({0: -signal.SIGKILL, 1: 1, STARTER: None}, STARTER),
     ],
 )
-def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], wanted: int) -> None:
-    assert cause(ranks(codes)).rank == wanted
-
-
-@pytest.mark.parametrize("role", ["launcher", "runner"])
-def test_what_started_the_ranks_is_the_cause_of_their_end(role: Role) -> None:
-    starter = Process(pid=7, start_time=1, role=role)
-    assert cause(ranks({0: -signal.SIGKILL, 1: 1}) | {starter: None}) == starter
+def test_cause_is_not_what_followed(codes: dict[int, int | None], wanted: int) -> None:
+    """Of ranks and what started them, which one scan found to have ended with these exit codes."""
+    for starter in ("launcher", "runner"):
+        lost = {
+            Process(pid=9 + rank, start_time=1, role=starter if rank < 0 else "rank"): code
+            for rank, code in codes.items()
+        }
+        cause = min(lost, key=lambda process: processes._order_of_loss(process, lost[process]))
+        assert cause.pid == 9 + wanted
 
 
 def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +220,9 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
         stat = read_stat(pid)
         return stat and dataclasses.replace(stat, start_time=stat.start_time + 1)
 
-    argv = ["sh", "-c", "read line; exit 3"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, env=marked(tmp_path)) as process:
+    with started(*WAITS, run=tmp_path) as process:
         wait_for_environment(process.pid)
-        tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
+        tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
         (known,) = tree.alive
         with monkeypatch.context() as patch:
@@ -230,42 +238,32 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
-    environment = {**os.environ, RUN_MARKER: str(tmp_path)}
-    tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
-    started: list[Process] = []
+    tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
+    seen: list[Process] = []
     ended: list[Process] = []
     for arguments in (["--local_rank=0"], [], [], [], []):
-        command = ["sh", "-c", "read line; exit 3", *arguments]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        with started(*WAITS, *arguments, run=tmp_path) as process:
             wait_for_environment(process.pid)
             tree.scan()
-            started += tree.alive
-            assert process.stdin is not None
-            process.stdin.close()
+            seen += tree.alive
+            say(process, "")
             wait_until(lambda: not running(process.pid))
             ended += tree.scan()
-    assert ended == [started[0]]
-    assert list(tree.gone) == [started[0], *started[-2:]]
-    assert [tree.gone.get(process) for process in started] == [3, None, None, 3, 3]
+    assert ended == [seen[0]]
+    assert list(tree.gone) == [seen[0], *seen[-2:]]
+    assert [tree.gone.get(process) for process in seen] == [3, None, None, 3, 3]
 
 
 SUBREAPER = """
-import os, subprocess, sys, time
+import os, subprocess, time
+import psutil
 from so_tui.launch.supervisor.processes import ProcessTree, become_subreaper, reap_orphans
 
 def states():
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = open(f"/proc/{name}/stat", "rb").read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid():
-            found[int(name)] = fields[0].decode()
-    return found
+    return [child.status() for child in psutil.Process().children()]
 
 def wait_for(count):
-    while list(states().values()).count("Z") < count:
+    while states().count(psutil.STATUS_ZOMBIE) < count:
         time.sleep(0.01)
 
 become_subreaper()
@@ -289,23 +287,18 @@ print(states())
 
 
 def test_orphans_are_reaped_and_children_are_not() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SUBREAPER],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["0 0", "5 [5]", "{}"], done.stderr
+    argv = [sys.executable, "-c", SUBREAPER]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.splitlines() == ["0 0", "5 [5]", "[]"], done.stderr
 
 
 def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:
     """Its pid may be another process's by now: what tells them apart is when they started."""
-    with started(["sleep", "60"]) as process:
-        stat = read_stat(process.pid)
-        assert stat is not None
-        _send(Process(pid=process.pid, start_time=stat.start_time - 1), signal.SIGKILL)
+    with started("sleep", "60") as process:
+        known = recorded(process.pid)
+        earlier = Process(pid=known.pid, start_time=known.start_time - 1)
+        processes._send(earlier, signal.SIGKILL)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
-        _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
+        processes._send(known, signal.SIGTERM)
         assert process.wait(LIMIT_S) == -signal.SIGTERM

@@ -1,34 +1,36 @@
-"""States that the supervisor writes without ever starting a process."""
+"""Who may start an attempt, that it starts once, and states that the supervisor writes without
+ever starting a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.launch import read_launch, write_launch
+from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
+from so_tui.launch.supervisor import run as run_module
 from so_tui.launch.supervisor.ending import Outcome
 from so_tui.launch.supervisor.host_check import LockTakenError, _Holder
 from so_tui.launch.supervisor.processes import Loss
-from so_tui.launch.supervisor.run import Supervisor
+from so_tui.launch.supervisor.run import Supervisor, supervise
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
 from so_tui.plan import remedies
-from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
 from so_tui.runs.lock import RunLock
-from so_tui.runs.metrics import MetricsWriter
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
@@ -36,8 +38,15 @@ from so_tui.runs.state import write_state, write_state_even_if_full
 from so_tui.settings_file import change_settings
 from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
-from tests.support.records import step_record
+from so_tui.trust.files import Distrust, NotOwnError
+from tests.support.problems import refused, rejected
+from tests.support.records import append_records, step_record
+from tests.support.supervising import prepared_run
 from tests.support.waiting import running, wait_until
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_CPUS = reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
+RANK_LOST = Outcome(code=OutcomeCode.RANK_LOST, who="rank", rank=0)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +62,34 @@ def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Superviso
     return Supervisor(run, 1, found or read_state(run), RunLock(run))
 
 
-def followed_by(monkeypatch: pytest.MonkeyPatch, *looks: bool) -> Iterator[bool]:
+def training(run: RunDirectory, **values: Any) -> RunState:
+    return replace(read_state(run), state="training", attempt=1, **values)
+
+
+def failing(error: Exception, asked: list[object] | None = None) -> Callable[..., NoReturn]:
+    """Return a function that fails, and notes what it was asked first."""
+
+    def fail(*arguments: object) -> NoReturn:
+        if asked is not None:
+            asked.append(arguments)
+        raise error
+
+    return fail
+
+
+def followed_by(
+    monkeypatch: pytest.MonkeyPatch, *looks: bool, at_each: Callable[[bool], object] = bool
+) -> None:
     """Have an attempt seem to have been started, and to run at so many looks."""
     seen = iter(looks)
+
+    def runs(_: host.Host) -> bool:
+        lives = next(seen)
+        at_each(lives)
+        return lives
+
     monkeypatch.setattr(host.Host, "start", lambda _: None)
-    monkeypatch.setattr(host.Host, "running", lambda _: next(seen))
-    return seen
+    monkeypatch.setattr(host.Host, "running", runs)
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -71,10 +102,7 @@ def test_a_run_is_forced_if_its_launch_was(forced: bool, run: RunDirectory) -> N
 
 
 def test_uninspectable_machine_fails(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Machine:
-        raise reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
-
-    monkeypatch.setattr(host, "inspect_machine", fail)
+    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
     assert supervisor_of(run).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
@@ -85,20 +113,12 @@ def test_the_last_lines_of_a_log_are_read_however_many(
     run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They say why; more than a tick reads may be written between the last one and the end."""
-    looks = iter([True, False])
-
-    def running(_: host.Host) -> bool:
-        if lives := next(looks):
-            run.log_path(1, machine.hostname).write_text(
-                "a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n"
-            )
-        return lives
-
+    log, last = run.log_path(1, machine.hostname), "RuntimeError: the loss is a teapot"
+    lines = "a state of the process\n" * 200_000 + f"{last}\n"
     monkeypatch.setattr(host, "_SWEEP_S", 60.0)  # enough on a busy machine
-    monkeypatch.setattr(host.Host, "start", lambda _: None)
-    monkeypatch.setattr(host.Host, "running", running)
+    followed_by(monkeypatch, True, False, at_each=lambda lives: lives and log.write_text(lines))
     assert supervisor_of(run).watch() == 1
-    assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
+    assert read_state(run).reason.endswith(last)
 
 
 def test_endless_log_ends_no_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +131,7 @@ def test_endless_log_ends_no_run(run: RunDirectory, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(host, "LogReader", Endless)
     monkeypatch.setattr(host, "_SWEEP_S", 0.2)
-    monkeypatch.setattr(host.Host, "start", lambda _: None)
+    followed_by(monkeypatch, False)
     assert supervisor_of(run).watch() == 1
     assert read_state(run).state == "failed"
 
@@ -136,16 +156,10 @@ def test_the_first_loss_stays_the_cause_of_later_ones(
 def test_the_final_state_does_not_depend_on_the_plans_advice(
     code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[RunSpec] = []
-
-    def fail(spec: RunSpec, *_optional: OptionalMemory) -> str:
-        asked.append(spec)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(remedies, "less_gpu_memory", fail)
-    monkeypatch.setattr(remedies, "less_host_memory", fail)
-    outcome = Outcome(state="failed", code=code, who="rank", rank=0)
-    assert supervisor_of(run)._finish(outcome) == 1
+    asked: list[object] = []
+    for advice in ("less_gpu_memory", "less_host_memory"):
+        monkeypatch.setattr(remedies, advice, failing(ZeroDivisionError(), asked))
+    assert supervisor_of(run)._finish(replace(RANK_LOST, code=code)) == 1
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)
 
@@ -153,39 +167,26 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
 def test_takeover_tells_what_is_new(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     change_settings({"alerts.loss_above": 5.0, "alerts.on": ["loss", "not-finite"]})
     followed_by(monkeypatch, True, False)
-    records = MetricsWriter(run, 1)
-    for step, loss in enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1):
-        records.append(step_record(step, loss=loss))
-    records.close()
+    losses = enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1)
+    append_records(run, *(step_record(step, loss=loss) for step, loss in losses))
     before = [("loss", 1), ("not-finite", 3)]
     told = tuple(Alert(kind=kind, attempt=1, time=1.0, step=step) for kind, step in before)
-    found = replace(read_state(run), state="training", attempt=1, step=4, alerts=told)
-    assert supervisor_of(run, found).watch() == 1
+    assert supervisor_of(run, training(run, step=4, alerts=told)).watch() == 1
     alerts = [(alert.kind, alert.step) for alert in read_state(run).alerts]
     assert alerts == [*before, ("loss", 6)]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        LockTakenError("GPU 0", _Holder(run="/another", pid=1)),
-    ],
-)
+@pytest.mark.parametrize("error", [FULL, LockTakenError("GPU 0", _Holder(run="/another", pid=1))])
 def test_a_supervisor_without_the_locks_watches_what_lives(
     error: Exception, run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(host_check, "take_gpus", fail)
+    monkeypatch.setattr(host_check, "take_gpus", failing(error))
     gpu = Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")
     monkeypatch.setattr(host, "chosen_gpus", lambda *_: [gpu])
     marks = {"SO_TUI_RUN": str(run.path), "SO_TUI_ATTEMPT": "1", "SO_TUI_RUN_ID": run_id(run)}
     with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=os.environ | marks) as process:
         monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", lambda: {process.pid})
-        found = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
-        supervisor_of(run, found).watch()
+        supervisor_of(run, training(run, host=machine.hostname)).watch()
         assert not running(process.pid)
     assert read_state(run).code not in (OutcomeCode.NOT_STARTED, OutcomeCode.GPU_IN_USE)
 
@@ -198,17 +199,12 @@ def test_a_file_system_that_is_away_ends_no_supervision(
 ) -> None:
     """After the start, what runs must not be left alone."""
     asked: list[object] = []
-
-    def away(*_: object) -> None:
-        asked.append(what)
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
+    seen: list[bool] = []
     monkeypatch.setattr(host, "TICK_S", 0.0)
-    looks = followed_by(monkeypatch, True, True, False)
-    monkeypatch.setattr(*what, away)
+    followed_by(monkeypatch, True, True, False, at_each=seen.append)
+    monkeypatch.setattr(*what, failing(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), asked))
     assert supervisor_of(run).watch() == 1
-    assert read_state(run).state == "failed"
-    assert next(looks, None) is None
+    assert (read_state(run).state, len(seen)) == ("failed", 3)
     assert asked
 
 
@@ -225,7 +221,7 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
 
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
     supervisor = supervisor_of(run)
-    supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
+    supervisor._finish(RANK_LOST)
     supervisor.announcer.finish()
     assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
 
@@ -233,21 +229,95 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
 def test_a_supervisor_takes_over_on_a_full_disk(
     run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     gone = Process(pid=1 << 21, start_time=1)
-    trains = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
-    write_state(run, replace(trains, supervisor=gone))
-    looks, seen = iter([True, False]), []
-
-    def lives(_: host.Host) -> bool:
-        seen.append(read_state(run))
-        return next(looks)
-
-    monkeypatch.setattr(host.Host, "running", lives)
-    monkeypatch.setattr("so_tui.launch.supervisor.run.write_state", full)
-    monkeypatch.setattr("so_tui.runs.state.write_state", full)
+    write_state(run, training(run, host=machine.hostname, supervisor=gone))
+    seen: list[RunState] = []
+    followed_by(monkeypatch, True, False, at_each=lambda _: seen.append(read_state(run)))
+    for module in ("launch.supervisor.run", "runs.state"):
+        monkeypatch.setattr(f"so_tui.{module}.write_state", failing(FULL))
     assert supervisor_of(run).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")
     assert read_state(run).code == OutcomeCode.DISK_FULL
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Give the test process its umask back, which ``supervise`` sets for the process of a
+    supervisor.
+    """
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def assert_refused(code: str, run: RunDirectory, attempt: int = 1) -> None:
+    """A supervisor is refused, and writes nothing."""
+    before = read_state(run)
+    with rejected(code) as caught:
+        supervise(run, attempt)
+    assert caught.value.exit_code == 2
+    assert read_state(run) == before
+    assert not run.command_path(1).exists()
+
+
+def test_an_attempt_is_started_once(run: RunDirectory) -> None:
+    """If it was made. A later supervisor attaches only here, and only to the living."""
+    for attempt in (-1, 0, 2, 999_999):
+        assert_refused("no-such-attempt", run, attempt)
+    here = RunState(name=run.name, state="training", attempt=1, host=socket.gethostname())
+    me = identify(os.getpid(), "rank")
+    assert me is not None
+    for state, code in (
+        (replace(here, attempt=2), "attempt-already-started"),
+        (replace(here, host="elsewhere"), "not-this-host"),
+        (replace(here, processes=(me,)), "no-living-process"),
+    ):
+        write_state(run, state)
+        assert_refused(code, run)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "attempts", "attempts/001", "attempts/001/launch.json", "state.json"]
+)
+def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
+    path = run.path / name
+    path.chmod(path.stat().st_mode | 0o020)
+    with refused("others-can-write") as caught:
+        supervise(run, 1)
+    assert f"chmod -R go-w {run.path}" in str(caught.value)
+
+
+def test_files_are_checked_again_when_they_are_opened(run: RunDirectory) -> None:
+    """The folder above a run may be another user's, who exchanges files after the first check."""
+    run.launch_path(1).chmod(0o666)
+    with pytest.raises(NotOwnError) as caught:
+        read_launch(run, 1)
+    assert caught.value.distrust == Distrust.OTHERS_CAN_WRITE
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_no_umask_makes_a_run_that_others_can_write(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, umask: int
+) -> None:
+    os.umask(umask)
+    made = prepared_run(prepare(two_ranks, machine, force=True), tmp_path / "runs")
+    assert not [path for path in (made.path, *made.path.rglob("*")) if path.stat().st_mode & 0o022]
+
+
+def test_the_command_that_tells_of_the_end_is_waited_for(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the lock cannot be given back: a file server may be away just then. A job ends with
+    its supervisor, and the command would end with it.
+    """
+    told = tmp_path / "told"
+    script = f"sleep 1; echo told > {told}"
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
+
+    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
+    away = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(RunLock, "release", failing(away))
+    monkeypatch.setattr(run_module, "become_subreaper", lambda: None)
+    with pytest.raises(OSError, match=str(away.strerror)):
+        supervise(run, 1)
+    assert told.read_text() == "told\n"

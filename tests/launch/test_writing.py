@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.commands.models import _given_sampling
 from so_tui.commands.parser import build_parser
 from so_tui.launch.helper_jobs import ModelProcess, named_model
 from so_tui.runs import RunDirectory, create_run
-from so_tui.spec import InputError
 from so_tui.spec.generation import Answer, Event, Loaded, Piece, Prompt, Rejected, Sampling, Turn
 from tests.support.launching import tiny
-from tests.support.problems import codes, refusal
+from tests.support.problems import refusal, rejected
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
+Answering = TypeVar("Answering", bound=Event)
 
 
 @pytest.fixture(scope="module")
@@ -47,89 +49,60 @@ def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
     assert refusal(lambda: named_model("./runs")).code == "not-a-model"
     assert refusal(lambda: named_model("model", base="\0")).code == "invalid-path"
     assert refusal(lambda: named_model("no-such-run", tmp_path / "runs")).code == "unknown-run"
-
-
-def test_the_options_have_the_defaults_of_sampling() -> None:
     assert _given_sampling(build_parser().parse_args(["generate"])) == Sampling()
+
+
+def until(events: Iterator[Event], kind: type[Answering]) -> tuple[Answering, list[Event]]:
+    """Return the first event of a kind, and those before it."""
+    before: list[Event] = []
+    for event in events:
+        if isinstance(event, kind):
+            return event, before
+        before.append(event)
+    raise AssertionError(f"no {kind} in {before}")
 
 
 def test_a_run_answers_beside_its_base_model(trained: RunDirectory) -> None:
     load = named_model(str(trained.path), base=str(trained.path / "export"), device="cpu")
     with contextlib.closing(ModelProcess(load)) as process:
         events = process.events()
-        loaded = until(events, Loaded)[-1]
-        assert isinstance(loaded, Loaded)
-        assert [(model.side, model.step) for model in loaded.models] == [
-            ("tuned", 5),
-            ("base", None),
-        ]
+        loaded, _ = until(events, Loaded)
+        models = [(model.side, model.step) for model in loaded.models]
+        assert models == [("tuned", 5), ("base", None)]
         asked = (Turn("user", "Add 2 and 3."),)
         sampling = Sampling(temperature=0, max_tokens=6)
         number = process.ask([Prompt(turns=asked), Prompt(side="base", turns=asked)], sampling)
-        found = [*until(events, Answer), *until(events, Answer)]
-        answers = {event.side: event for event in found if isinstance(event, Answer)}
-        assert answers["tuned"].text == answers["base"].text, (
-            "the base model is an export of the same checkpoint"
-        )
-        for side, answer in answers.items():
-            assert (
-                "".join(
-                    event.text for event in found if isinstance(event, Piece) and event.side == side
-                )
-                == answer.text
-            )
+        (one, first), (other, second) = until(events, Answer), until(events, Answer)
+        assert {one.side, other.side} == {"tuned", "base"}
+        assert one.text == other.text, "the base model is an export of the same checkpoint"
+        pieces = [event for event in (*first, *second) if isinstance(event, Piece)]
+        for answer in (one, other):
+            own = [piece.text for piece in pieces if piece.side == answer.side]
+            assert "".join(own) == answer.text
             assert (answer.number, answer.tokens, answer.ended) == (number, 6, "length")
-        sides = [event.side for event in found if isinstance(event, Piece)]
-        assert sides[:2] == ["tuned", "base"], "both write at the same time"
-        process.ask([Prompt(turns=asked)], Sampling(temperature=0, max_tokens=32_768))
+        assert [piece.side for piece in pieces[:2]] == ["tuned", "base"], "at the same time"
+        process.ask([Prompt(turns=asked)], replace(sampling, max_tokens=32_768))
         until(events, Piece)
         process.cancel()
-        cancelled = until(events, Answer)[-1]
-        assert isinstance(cancelled, Answer)
-        assert cancelled.ended == "cancelled"
+        assert until(events, Answer)[0].ended == "cancelled"
         process.ask([Prompt(text="word " * 2000)], sampling)
-        rejected = until(events, Rejected)[-1]
-        assert isinstance(rejected, Rejected)
-        assert rejected.problem.code == "prompt-too-long"
+        assert until(events, Rejected)[0].problem.code == "prompt-too-long"
         process.ask([Prompt(text="a")], sampling)
-        assert isinstance(until(events, Answer)[-1], Answer), "it can be asked again"
-
-
-def until(events: Iterator[Event], kind: type[Event]) -> list[Event]:
-    """Return the events up to the first of a kind."""
-    found = []
-    for event in events:
-        found.append(event)
-        if isinstance(event, kind):
-            return found
-    raise AssertionError(f"no {kind} in {found}")
+        until(events, Answer)
 
 
 def test_answers_for_programs(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "generate",
-        str(trained.path / "export"),
-        "--max-tokens",
-        "4",
-        "--prompt",
-        "One.",
-        "--prompt",
-        "Two.",
-        "--device",
-        "cpu",
-    ]
-    assert main([*argv, "--json"]) == 0
+    argv = ["generate", str(trained.path / "export"), "--device", "cpu", "--json"]
+    assert main([*argv, "--max-tokens", "4", "--prompt", "One.", "--prompt", "Two."]) == 0
     found = valid("generate", capsys.readouterr().out)
     assert [answered["prompt"] for answered in found["prompts"]] == ["One.", "Two."]
-    assert [
-        answer["tokens"] for answered in found["prompts"] for answer in answered["answers"]
-    ] == [4, 4]
+    answers = [answer for answered in found["prompts"] for answer in answered["answers"]]
+    assert [answer["tokens"] for answer in answers] == [4, 4]
     assert found["models"][0]["step"] == 5
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     run = create_run(tiny(), tmp_path)
     process = ModelProcess(named_model(str(run.path)))
-    with contextlib.closing(process), pytest.raises(InputError) as caught:
+    with contextlib.closing(process), rejected("checkpoint-missing"):
         list(process.events())
-    assert codes(caught) == ["checkpoint-missing"]

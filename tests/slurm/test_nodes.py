@@ -88,12 +88,18 @@ def test_failed_node_is_reported_and_resumed(cluster: Cluster, tmp_path: Path) -
     assert (again.state, again.step) == ("finished", steps)
 
 
-def test_a_supervisor_killed_on_another_node_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "code"), [("supervisor", OutcomeCode.NODE_LOST), ("rank", OutcomeCode.RANK_LOST)]
+)
+def test_what_is_killed_on_another_node_ends_the_run(
+    role: str, code: OutcomeCode, cluster: Cluster, tmp_path: Path
+) -> None:
     run = two_nodes(tmp_path, train__steps="50000")
     wait_for(run, trains)
-    supervisor = node_state(run).supervisor
-    assert supervisor is not None
-    os.kill(supervisor.pid, signal.SIGKILL)
+    other = node_state(run)
+    assert other.supervisor is not None
+    processes = {process.role: process for process in (*other.processes, other.supervisor)}
+    os.kill(processes[role].pid, signal.SIGKILL)
     state = wait_for(run, ended)
-    assert (state.state, state.code) == ("failed", OutcomeCode.NODE_LOST)
+    assert (state.state, state.code) == ("failed", code)
     assert "n2" in state.reason

@@ -6,10 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
@@ -19,7 +17,6 @@ from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
-from tests.support.python_path import python_path
 
 FAKE_TRAINER = Path(__file__).parents[1] / "launch" / "fake_trainer"
 Until = Callable[[RunState], bool]
@@ -28,21 +25,14 @@ Until = Callable[[RunState], bool]
 class Runs:
     """Starts runs in a test's own folder, and leaves no process behind."""
 
-    def __init__(
-        self, folder: Path, spec: RunSpec, machine: Machine, ahead: RunDirectory | None = None
-    ) -> None:
-        """``ahead`` is a run that has been started already; the first ``start`` returns it."""
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
         self.folder = folder
         self.spec = spec
         self._machine = machine
-        self._ahead = ahead
-        self._started: list[RunDirectory] = [ahead] if ahead else []
+        self._started: list[RunDirectory] = []
 
     def start(self) -> RunDirectory:
         """Start another run."""
-        if self._ahead:
-            ahead, self._ahead = self._ahead, None
-            return ahead
         run = start(prepare(self.spec, self._machine, force=True), runs_dir=self.folder)
         self._started.append(run)
         return run
@@ -53,10 +43,8 @@ class Runs:
 
     def training(self) -> tuple[RunDirectory, RunState]:
         """Start a run and return it after its first steps, when all its processes are known."""
-        run = self.start()
-        return run, wait_for(
-            run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state)
-        )
+        run, everyone = self.start(), {"runner", "launcher", "rank"}
+        return run, wait_for(run, lambda state: state.step >= 2 and everyone <= roles(state))
 
     def clean_up(self) -> None:
         """Kill every process that is left, and remove its shared memory."""
@@ -71,36 +59,6 @@ class Runs:
                 remove_leftovers(processes)
 
 
-class Ahead:
-    """Starts the run of a test while the one before waits, because a launch imports for seconds.
-
-    Such tests are marked ``trains`` with the options of their fake trainer.
-    """
-
-    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
-        self._folder, self._spec, self._machine = folder, spec, machine
-        self._started: dict[str, tuple[Runs, RunDirectory]] = {}
-
-    def run_for(self, test: pytest.Item, tests: Sequence[pytest.Item]) -> RunDirectory | None:
-        """Return the run of this test if it is marked, and start that of the next test."""
-        position = tests.index(test)
-        for item in tests[position : position + 2]:
-            marked = item.get_closest_marker("trains")
-            if marked and item.nodeid not in self._started:
-                runs = Runs(self._folder / str(len(self._started)), self._spec, self._machine)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
-                    patch.setenv("FAKE_TRAINER", " ".join(marked.args))
-                    self._started[item.nodeid] = runs, runs.start()
-        _, mine = self._started.get(test.nodeid, (None, None))
-        return mine
-
-    def clean_up(self) -> None:
-        """Kill every process that is left."""
-        for runs, _ in self._started.values():
-            runs.clean_up()
-
-
 def roles(state: RunState) -> set[str]:
     """Return the roles of a run's processes."""
     return {process.role for process in state.processes}
@@ -108,11 +66,8 @@ def roles(state: RunState) -> set[str]:
 
 def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
     """Return the run's first process with this role, and of this rank if one is given."""
-    return next(
-        process
-        for process in state.processes
-        if process.role == role and (rank is None or process.rank == rank)
-    )
+    mine = (process for process in state.processes if process.role == role)
+    return next(process for process in mine if rank in (None, process.rank))
 
 
 def release(run: RunDirectory) -> None:
@@ -162,11 +117,8 @@ def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
 
 
 def _state_and_logs(run: RunDirectory, state: RunState) -> str:
-    logs = [
-        path.read_text(errors="replace")[-3000:]
-        for path in sorted(run.attempts_dir.glob("*/*.log"))
-    ]
-    return "\n".join([repr(state), *logs])
+    logs = (path.read_text(errors="replace") for path in sorted(run.attempts_dir.glob("*/*.log")))
+    return "\n".join([repr(state), *(log[-3000:] for log in logs)])
 
 
 def ended(state: RunState) -> bool:

@@ -12,6 +12,8 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -128,9 +130,8 @@ def conclude(evidence: Evidence) -> Outcome:
         return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
-        code = first.code or OutcomeCode.UNEXPECTED
         return Outcome(
-            code=code,
+            code=first.code or OutcomeCode.UNEXPECTED,
             who="rank",
             rank=first.rank,
             reported=first.reason,
@@ -240,125 +241,23 @@ def _reported_rank_code(log: Sequence[str]) -> int | None:
 
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-_WHO_KILLS = (
-    "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or "
-    "another person"
-)
-_LESS_HOST_MEMORY = (
-    "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
-)
-_OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
-    {
-        OutcomeCode.OUT_OF_GPU_MEMORY,
-        OutcomeCode.OUT_OF_HOST_MEMORY,
-        OutcomeCode.KILLED_FOR_MEMORY,
-        OutcomeCode.NON_FINITE,
-        OutcomeCode.ADAM_TIMEOUT,
-        OutcomeCode.ADAM_WORKER_LOST,
-        # Codes of the engine.
-        "host-memory",
-        "host-memory-limit",
-        "needs-cuda",
-        # Codes of the trainer's problems whose remedy is another value of a key that may change
-        # during a run.
-        "attention-head-size",
-        "attention-needs-gpu",
-        "attention-not-deterministic",
-        "attention-other-gpu",
-        "attention-package-missing",
-        "attention-without-sinks",
-        "attention-without-softcap",
-        "data-columns-mismatch",
-        "data-columns-unknown",
-        "data-nothing-trained",
-        "data-prompts-too-long",
-        "data-row-template",
-        "data-source-empty",
-        "data-source-missing",
-        "data-split-empty",
-        "data-split-unknown",
-        "data-subset-of-file",
-        "data-subset-unknown",
-        "data-weight-too-large",
-        "documents-exceed-positions",
-        "held-out-out-of-range",
-        "model-without-routers",
-        "run-length-missing",
-    }
-)
-"""After these a resume needs changed settings. Any other failure (access to a model, a disk, a
-package) is fixed outside the settings.
-"""
 _LOST = _LOST_CODES.values()
-_ADVICE: dict[str, str] = {
-    **dict.fromkeys(_LOST, _WHO_KILLS),
-    OutcomeCode.OUT_OF_GPU_MEMORY: (
-        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
-        "shows what each costs"
-    ),
-    OutcomeCode.OUT_OF_HOST_MEMORY: _LESS_HOST_MEMORY,
-    OutcomeCode.KILLED_FOR_MEMORY: _LESS_HOST_MEMORY,
-    OutcomeCode.DISK_FULL: (
-        "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: "
-        "--shm-size)"
-    ),
-    OutcomeCode.ADAM_TIMEOUT: (
-        "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`"
-    ),
-    OutcomeCode.MODULE_MISSING: INSTALL_TRAINING,
-    OutcomeCode.NUMACTL_FAILED: (
-        "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy"
-    ),
-    OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
-    OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
-    OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
-    OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
-    OutcomeCode.OUT_OF_TIME: (
-        "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)"
-    ),
-    OutcomeCode.SLOW_NETWORK: (
-        "Load the site's plugin for NCCL, with setup or step_options of the site profile; lines "
-        "with NET in the log say what NCCL looked for. Without `network` in the profile, sockets "
-        "are accepted"
-    ),
-    OutcomeCode.JOB_FAILED: "The end of its log in the attempt's folder (slurm.*.log) says why",
-}
-_REASONS: dict[str, str] = {
-    OutcomeCode.OUT_OF_GPU_MEMORY: "out of GPU memory: {detail}",
-    OutcomeCode.DISK_FULL: "the disk of the run directory or of /dev/shm is full",
-    OutcomeCode.ADAM_TIMEOUT: "CPU Adam did not answer in time",
-    OutcomeCode.PORT_IN_USE: "another program took the rendezvous port",
-    OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
-    OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
-    OutcomeCode.KILLED_FOR_MEMORY: (
-        "the kernel killed {count} process{es} on this host for lack of memory"
-    ),
-    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; "
-    "nothing was saved after the last checkpoint",
-    OutcomeCode.UNOBSERVED: (
-        "its processes ended while no supervisor was running (a reboot?), and the trainer left no "
-        "end record"
-    ),
-    OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
-    OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
-    OutcomeCode.NOT_STARTED: "could not be started: {detail}",
-    OutcomeCode.OUT_OF_TIME: "job {job} reached its time limit before a checkpoint was saved",
-    OutcomeCode.PREEMPTED: "job {job} was preempted: Slurm gave its node to another job",
-    OutcomeCode.NODE_FAILED: "the node of job {job} failed ({node})",
-    OutcomeCode.NODE_LOST: (
-        "its supervisor gave no sign of life: the node, its network or the shared file system "
-        "failed"
-    ),
-    OutcomeCode.SLOW_NETWORK: (
-        "NCCL uses TCP sockets between the nodes instead of {detail}, which would be many times "
-        "slower"
-    ),
-    OutcomeCode.JOB_CANCELLED: "job {job} was cancelled",
-    OutcomeCode.JOB_FAILED: "job {job} ended before the run started: {detail}",
-    OutcomeCode.JOB_FORGOTTEN: (
-        "Slurm does not know its job any more, and nothing says how it ended"
-    ),
-}
+
+
+class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``outcomes.toml`` says of a code."""
+
+    reason: str = ""
+    advice: str = ""
+    settings: bool = False
+    """Whether a resume needs changed settings."""
+
+
+@cache
+def _wordings() -> dict[str, _Wording]:
+    """Return what is said of outcomes, by code."""
+    content = Path(__file__).with_name("outcomes.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[str, _Wording])
 
 
 class _OutcomeText(NamedTuple):
@@ -385,7 +284,7 @@ def outcome_text(
             outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
         )
     advice = outcome.advice if outcome.reported else advice or _advice(outcome, name)
-    settings = " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else ""
+    settings = " --set KEY=VALUE" if _wording(outcome).settings else ""
     command = f"`{so_tui_command('resume', name)}{settings}`"
     again = (
         f"Nothing had been saved: {command} starts from the beginning"
@@ -413,7 +312,7 @@ def _reason_there(outcome: Outcome) -> str:
         except ValueError:  # a real-time signal
             name = f"signal {outcome.signal}"
         return f"{_who(outcome)} was ended by {name}"
-    if pattern := _REASONS.get(outcome.code):
+    if pattern := _wording(outcome).reason:
         return pattern.format(es="" if outcome.count == 1 else "es", **asdict(outcome))
     ending = (
         f"with exit code {outcome.exit_code}"
@@ -426,9 +325,12 @@ def _reason_there(outcome: Outcome) -> str:
 def _advice(outcome: Outcome, name: str) -> str:
     if outcome.code in _LOST and outcome.signal in _CRASHES:
         return "Native code crashed. See the last lines of the log"
-    if outcome.code == OutcomeCode.UNEXPECTED:
-        return f"See the log: `{so_tui_command('logs', name)}`"
-    return _ADVICE.get(outcome.code, "")
+    logs = so_tui_command("logs", name)
+    return _wording(outcome).advice.format(install=INSTALL_TRAINING, logs=logs)
+
+
+def _wording(outcome: Outcome) -> _Wording:
+    return _wordings().get(outcome.code) or _Wording()
 
 
 def _who(outcome: Outcome) -> str:
@@ -454,6 +356,7 @@ _NOT_STARTED = {
 
 def supervised_here() -> dict[str, Any]:
     """Return what a state says of a run that this process supervises."""
+    _wordings()  # at the end the program may have been replaced
     host = this_host()
     return {
         "supervisor": identify(os.getpid(), "supervisor"),

@@ -8,6 +8,7 @@ less than one percent of one core.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pwd
 import re
@@ -191,24 +192,23 @@ def _amd_sample(gpu: Gpu, files: SystemFiles) -> GpuSample:
     folder = f"/sys/bus/pci/devices/{gpu.pci_bus_id}"
     sensors = next(iter(files.names(f"{folder}/hwmon")), "")
 
-    def sensor(*names: str) -> int | None:
-        """Return the first of these values that the GPU has."""
+    def sensor(unit: int, *names: str) -> float | None:
+        """Return the first of these values that the GPU has, in a unit."""
         values = (files.integer(f"{folder}/hwmon/{sensors}/{name}") for name in names)
-        return next((value for value in values if value is not None), None)
+        return next((value / unit for value in values if value is not None), None)
 
-    microwatts = sensor("power1_average", "power1_input")
-    limit_microwatts, hertz = sensor("power1_cap"), sensor("freq1_input")
-    millidegrees = sensor("temp1_input", "temp2_input")
+    def whole(value: float | None) -> int | None:
+        return None if value is None else math.floor(value)
 
     return GpuSample(
         index=gpu.index,
         busy_percent=files.integer(f"{folder}/gpu_busy_percent"),
         memory_used_bytes=files.integer(f"{folder}/mem_info_vram_used"),
         memory_total_bytes=gpu.memory_total_bytes,
-        power_w=None if microwatts is None else microwatts / 1e6,
-        power_limit_w=None if limit_microwatts is None else limit_microwatts / 1e6,
-        clock_mhz=None if hertz is None else hertz // 1_000_000,
-        temperature_c=None if millidegrees is None else millidegrees // 1000,
+        power_w=sensor(1_000_000, "power1_average", "power1_input"),
+        power_limit_w=sensor(1_000_000, "power1_cap"),
+        clock_mhz=whole(sensor(1_000_000, "freq1_input")),
+        temperature_c=whole(sensor(1000, "temp1_input", "temp2_input")),
     )
 
 

@@ -9,7 +9,8 @@ import re
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from itertools import chain
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,11 +57,6 @@ def missing_network(lines: Iterable[str], environ: Mapping[str, str]) -> str:
 
 
 CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
-"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as
-much, the first is named first.
-"""
-
-_ORDER: tuple[str, ...] = get_args(CauseCode)
 _LEAST_SHARE = 0.1
 """Share of the excess that a cause must explain to be named."""
 LEAST_OWN_SHARE = 0.9
@@ -133,16 +129,13 @@ def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     excess_s = measured.step_s - planned.step.total_s
     compute_excess_s = max(0.0, excess_s - (measured.data_s - planned.step.data_s))
     found = []
-    for look in _LOOKS:
-        if (cause := look(measured, planned)) is not None:
-            if cause.code != "data":
-                cause = replace(cause, seconds=min(cause.seconds, compute_excess_s))
-            if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0:
-                found.append(cause)
+    for cause in chain.from_iterable(look(measured, planned) for look in _LOOKS):
+        if cause.code != "data":
+            cause = replace(cause, seconds=min(cause.seconds, compute_excess_s))
+        if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0:
+            found.append(cause)
     most_s = max((cause.seconds for cause in found), default=0.0)
-    return tuple(
-        sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code)))
-    )
+    return tuple(sorted(found, key=lambda cause: cause.seconds < most_s / 2))
 
 
 def _placed(
@@ -155,62 +148,52 @@ def _placed(
             yield place.rank, place, bound[place.rank]
 
 
-def _misbound(measured: _Measured, planned: _Planned) -> Cause | None:
+def _misbound(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     elsewhere = [
         rank
         for rank, place, binding in _placed(measured, planned)
         if misplaced(place, binding.cpus, binding.main_cpus)
     ]
-    if not elsewhere:
-        return None
-    return Cause(
-        code="binding", seconds=math.inf, measured=len(elsewhere), planned=0.0, rank=elsewhere[0]
-    )
+    if elsewhere:
+        count, first = len(elsewhere), elsewhere[0]
+        yield Cause(code="binding", seconds=math.inf, measured=count, planned=0.0, rank=first)
 
 
-def _on_other_nodes(measured: _Measured, planned: _Planned) -> Cause | None:
+def _on_other_nodes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     shares = [
         (share, rank)
         for rank, place, binding in _placed(measured, planned)
         if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
     ]
     share, rank = min(shares, default=(1.0, 0))
-    if share >= LEAST_OWN_SHARE:
-        return None
-    return Cause(code="memory-node", seconds=math.inf, measured=share, planned=1.0, rank=rank)
+    if share < LEAST_OWN_SHARE:
+        yield Cause(code="memory-node", seconds=math.inf, measured=share, planned=1.0, rank=rank)
 
 
-def _beside_others(measured: _Measured, _planned: _Planned) -> Cause | None:
+def _beside_others(measured: _Measured, _planned: _Planned) -> Iterator[Cause]:
     taken = measured.foreign_share
-    if taken < _LEAST_FOREIGN_SHARE:
-        return None
-    return Cause(
-        code="foreign-load",
-        seconds=(measured.step_s - measured.data_s) * taken,
-        measured=taken,
-        planned=0.0,
-        nice=max((place.nice for place in measured.placement), default=0),
-        processes=measured.foreign,
-    )
+    if taken >= _LEAST_FOREIGN_SHARE:
+        yield Cause(
+            code="foreign-load",
+            seconds=(measured.step_s - measured.data_s) * taken,
+            measured=taken,
+            planned=0.0,
+            nice=max((place.nice for place in measured.placement), default=0),
+            processes=measured.foreign,
+        )
 
 
-def _held_down(measured: _Measured, _planned: _Planned) -> Cause | None:
+def _held_down(measured: _Measured, _planned: _Planned) -> Iterator[Cause]:
     clock = measured.clock
-    if clock is None or (clock.throttled_share < 0.5 and clock.mhz >= _LOW_CLOCK * clock.max_mhz):
-        return None
-    on_gpu_s = measured.forward_s + measured.backward_s
-    return Cause(
-        code="clocks",
-        seconds=on_gpu_s * (1 - clock.mhz / clock.max_mhz),
-        measured=clock.mhz,
-        planned=clock.max_mhz,
-    )
+    if clock and (clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz):
+        lost_s = (measured.forward_s + measured.backward_s) * (1 - clock.mhz / clock.max_mhz)
+        yield Cause(code="clocks", seconds=lost_s, measured=clock.mhz, planned=clock.max_mhz)
 
 
-def _slow_copies(measured: _Measured, planned: _Planned) -> Cause | None:
-    """Return the direction in which copies lose more time."""
+def _slow_copies(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
+    """Yield the direction in which copies lose more time."""
     if (rates := planned.rates) is None:
-        return None
+        return
     directions = (
         (measured.d2h_bytes_per_s, rates.d2h_bytes_per_s, rates.d2h_bytes),
         (measured.h2d_bytes_per_s, rates.h2d_bytes_per_s, rates.h2d_bytes),
@@ -220,25 +203,24 @@ def _slow_copies(measured: _Measured, planned: _Planned) -> Cause | None:
         for was, should, size in directions
         if was and was < _LOW_COPY_RATE * should
     ]
-    if not slow:
-        return None
-    seconds, was, should = max(slow)
-    return Cause(code="copies", seconds=seconds, measured=was, planned=should)
+    if slow:
+        seconds, was, should = max(slow)
+        yield Cause(code="copies", seconds=seconds, measured=was, planned=should)
 
 
-def _slow_adam(measured: _Measured, planned: _Planned) -> Cause | None:
+def _slow_adam(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     rate, busy_s, rates = measured.adam_bytes_per_s, measured.adam_busy_s, planned.rates
     if rates is None or rate is None or busy_s is None:
-        return None
+        return
     should = rates.adam_bytes_per_s
-    if rate >= _LOW_ADAM_RATE * should:
-        return None
-    return Cause(code="adam", seconds=busy_s * (1 - rate / should), measured=rate, planned=should)
+    if rate < _LOW_ADAM_RATE * should:
+        seconds = busy_s * (1 - rate / should)
+        yield Cause(code="adam", seconds=seconds, measured=rate, planned=should)
 
 
-def _late_data(measured: _Measured, planned: _Planned) -> Cause | None:
+def _late_data(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     was, should = measured.data_s, planned.step.data_s
-    return Cause(code="data", seconds=was - should, measured=was, planned=should)
+    yield Cause(code="data", seconds=was - should, measured=was, planned=should)
 
 
 _LOOKS = (
@@ -250,6 +232,9 @@ _LOOKS = (
     _slow_adam,
     _late_data,
 )
+"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as
+much, the first is named first.
+"""
 
 
 _MEDIANS = (
