@@ -5,14 +5,14 @@ after that ran out. Pure functions.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 
 from so_tui.model.profile import offloads_inputs, profile_of
 from so_tui.model.sharding import moments_bytes
-from so_tui.plan.fit import Assessment, Target, assess, best
+from so_tui.plan.fit import Assessment, Target, assess, best, in_mode
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.notes import (
     AdvicePool,
@@ -32,9 +32,12 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
+    Found,
     alternatives,
+    best_settings,
     changes_of,
     compact_states,
+    decided_settings,
     less_speculation,
     memory_savings,
     shorter_sequences,
@@ -69,7 +72,7 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     elif (larger := _fitting_on_more_gpus(spec, target)) is not None:
         yield larger
     else:
-        yield from _fitting_when_shorter(spec, target)
+        yield from _fitting_when_shorter(spec, target, searched=searched)
         yield from _fitting_elsewhere(spec, target)
 
 
@@ -87,26 +90,43 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     full = with_policy(spec, "full")
     for other in (full, *memory_savings(full)):
         if _fits(other, target):
-            return FitsHere(changes=changes_of(spec, other))
+            return _least_change(spec, target, best(other, target), other)
     recomputing = _recomputing(spec)
     if (smaller := _fitting_batch(recomputing, target)) is not None:
-        before_steps, after_steps = (
-            each.gradient_accumulation_steps for each in (spec, smaller.spec)
-        )
-        return FitsHere(
-            changes=(
-                Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch),
-                Change("train.gradient_accumulation", before_steps, after_steps),
-            )
-        )
+        return _least_change(spec, target, smaller)
     # The fewest ranks for each sequence with which it fits, at the smallest micro-batch.
     *_, smallest = recomputing, *smaller_batches(recomputing, exact=True)
     for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
         if _fits(shared, target):
-            return FitsHere(changes=changes_of(spec, shared))
+            return _least_change(spec, target, best(shared, target), shared)
     return None
+
+
+def _least_change(
+    spec: RunSpec,
+    target: Target,
+    found: Assessment,
+    *proposed: RunSpec,
+    search: Callable[[RunSpec, Target], Found] = decided_settings,
+) -> FitsHere:
+    """Return the fewest keys with which the plan of a spec fits, since it decides the rest itself.
+
+    Args:
+        spec: As the user gave it.
+        target: Where it does not fit.
+        found: What fits there.
+        proposed: What to name if that suffices; by default batch and length, then also ``full``.
+        search: How the plan is made.
+    """
+    alone = msgspec.structs.replace(spec, train=found.spec.train, data=found.spec.data)
+    others = proposed or (alone, with_policy(alone, "full"))
+    moved = (in_mode(other, found.mode, found.spec.offload.ratio) for other in others)
+    for other in (*others, *moved):
+        if search(other, target).best.verdict != "does not fit":
+            return FitsHere(changes=changes_of(spec, other))
+    return FitsHere(changes=changes_of(spec, found.spec))
 
 
 def _fits(spec: RunSpec, target: Target) -> bool:
@@ -136,14 +156,16 @@ def _recomputing(spec: RunSpec) -> RunSpec:
     return [recomputing, *smaller_activations(recomputing)][-1]
 
 
-def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
+def _fitting_when_shorter(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
-    recomputing = _recomputing(spec)
-    for alternative in shorter_sequences(recomputing):
-        found, moved = best(alternative, target), weights_on_host(alternative)
-        if found.verdict != "does not fit" or any(_fits(other, target) for other in moved):
-            yield FitsHere(changes=changes_of(recomputing, alternative))
-            return
+    for alternative in shorter_sequences(_recomputing(spec)):
+        found = best(alternative, target)
+        moved = (best(other, target) for other in weights_on_host(alternative))
+        for fitting in (found, *moved):
+            if fitting.verdict != "does not fit":
+                search = best_settings if searched else decided_settings
+                yield _least_change(spec, target, fitting, search=search)
+                return
         apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
         if apart and found.worst and found.worst.pool != "gpu":
             return  # sequences take no host memory

@@ -337,7 +337,7 @@ _WORTHWHILE = 1.2
 """Least gain in tokens per second for which they are proposed."""
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What a search chose for a spec."""
 
     best: Assessment
@@ -347,10 +347,10 @@ class _Found(NamedTuple):
     """Where the spec left its mode open."""
 
 
-_Search = Callable[[RunSpec, Target], _Found]
+_Search = Callable[[RunSpec, Target], Found]
 
 
-def best_settings(spec: RunSpec, target: Target) -> _Found:
+def best_settings(spec: RunSpec, target: Target) -> Found:
     """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the
@@ -365,16 +365,16 @@ def best_settings(spec: RunSpec, target: Target) -> _Found:
     return found
 
 
-def decided_settings(spec: RunSpec, target: Target) -> _Found:
+def decided_settings(spec: RunSpec, target: Target) -> Found:
     """Return ``spec`` as given, with only that decided which it leaves open."""
     return _with_savings(_decided, spec, target)
 
 
-def _order(found: _Found) -> int:
+def _order(found: Found) -> int:
     return _ORDER[found.best.verdict]
 
 
-def _with_savings(search: _Search, spec: RunSpec, target: Target) -> _Found:
+def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
     """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the
     host, weights there, or several of these.
 
@@ -393,7 +393,7 @@ def _with_savings(search: _Search, spec: RunSpec, target: Target) -> _Found:
     return _or_results_on_host(search, spec, target, found)
 
 
-def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _Found) -> _Found:
+def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: Found) -> Found:
     """Return what was found, or what is found with attention's results on the host, where that is
     faster.
 
@@ -416,12 +416,12 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
     return chosen._replace(tried=tuple(sorted((*chosen.tried, *found.tried), key=_merit)))
 
 
-def _decided(spec: RunSpec, target: Target) -> _Found:
-    def decide(found: Assessment, why: AutoReason, **more: Any) -> _Found:
-        return _Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
+def _decided(spec: RunSpec, target: Target) -> Found:
+    def decide(found: Assessment, why: AutoReason, **more: Any) -> Found:
+        return Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
 
     if spec.offload.mode != "auto":
-        return _Found(_fastest_policy(spec, target))
+        return Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
         return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
@@ -446,7 +446,7 @@ def _merit(found: Assessment) -> tuple[int, float]:
     return _ORDER[found.verdict], -found.rate
 
 
-def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
+def _best_of_variants(spec: RunSpec, target: Target) -> Found:
     """Return the best of what differs in mode, ratio, recomputation and micro-batch alone."""
 
     @cache
@@ -463,7 +463,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
-        return _Found(tried[0], tuple(tried))
+        return Found(tried[0], tuple(tried))
     tried = []
     for policy in policies(spec, target):
         for size in sizes:
@@ -479,7 +479,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     tried.sort(key=_merit)
-    return _Found(_simplest(spec, tried), tuple(tried))
+    return Found(_simplest(spec, tried), tuple(tried))
 
 
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:
