@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks import planner_errors
-from benchmarks.planner_errors import Row, errors, pairs, quantile, ratio_error
+from benchmarks.planner_errors import errors, pairs, quantile, ratio_error
 from so_tui.plan import rates
 from so_tui.plan.rates import (
     Calibrated,
@@ -59,38 +59,6 @@ def test_the_docs_show_what_was_measured() -> None:
     assert planner_errors.table(measured_rows()) in shown_in_docs
     assert planner_errors.order_table(pairs(measured_rows())) in shown_in_docs
     assert f"**{100 * ratio_error(pairs(measured_rows())):.1f} %**" in shown_in_docs
-
-
-def measured(setting: str, planned_s: float, measured_s: float, **values: object) -> Row:
-    fields = {"machine": "a", "model": "4b", "gpu": "NVIDIA H200", "gpus": 1, "tokens": 1}
-    fields |= {"searched": True, "checks": True, "published_s": None} | values
-    return Row(setting=setting, calibrated_s=planned_s, measured_s=measured_s, **fields)  # type: ignore[arg-type]
-
-
-def test_an_error_is_a_share_of_the_prediction() -> None:
-    """And only of settings that no constant rests on."""
-    rows = [measured("a", 2.0, 2.2), measured("b", 2.0, 1.0), measured("c", 1.0, 9.0, checks=False)]
-    assert errors(rows, calibrated=True) == pytest.approx([0.1, 0.5])
-    assert errors(rows, calibrated=False) == []
-    found = [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)]
-    assert found == [3.0, 4.0, 5.0]
-
-
-def test_ratios_are_of_one_model_on_one_machine() -> None:
-    """What all of them are off by does not count, and a machine on which many were measured counts
-    as one.
-    """
-    steady = [measured("a", 1.0, 2.0), measured("b", 2.0, 4.0), measured("b", 2.0, 4.0)]
-    others = [measured("a", 1.0, 1.0, machine="b"), measured("c", 4.0, 2.0, machine="b", tokens=2)]
-    apart = [
-        measured("a", 1.0, 3.0, **changes)
-        for changes in ({"model": "8b"}, {"gpus": 2}, {"searched": False})
-    ]
-    found = pairs([*steady, *others, *apart])
-    assert [len(group) for group in found] == [2, 1]
-    assert [pair.error for pair in found[0]] == pytest.approx([0.0, 0.0])
-    assert found[1][0].predicted == pytest.approx(found[1][0].error)
-    assert ratio_error([*found, *found[:1]]) == pytest.approx(0.0)
 
 
 def test_the_error_of_a_step_depends_on_its_rates() -> None:

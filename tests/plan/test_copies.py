@@ -105,17 +105,6 @@ def test_memory_gains_more_as_second_states_than_as_copies(
     assert planned_s < 1.01 * other_s
 
 
-@pytest.mark.parametrize(
-    ("share", "copied_bytes", "shown"),
-    [(0.0, 0, ()), (0.6, 3 << 30, ("60%", "40%", "3.0 GiB")), (1.0, 0, ("second",))],
-)
-def test_plan_says_what_is_copied(share: float, copied_bytes: int, shown: tuple[str, ...]) -> None:
-    """And what training waits for."""
-    text = SavesBehind(share=share, bytes=copied_bytes).message
-    assert all(part in text for part in shown), text
-    assert ("waits" in text) == (share < 1)
-
-
 def test_full_host_holds_fewer_copies_or_none() -> None:
     plans = [planned(gib, **UNCLIPPED) for gib in (150, 170, 200)]
     shares = [behind(plan).share for plan in plans]

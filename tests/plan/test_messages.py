@@ -12,18 +12,14 @@ from so_tui.plan.notes import (
     AnyFact,
     Change,
     Fact,
-    FasterRatio,
     NextBest,
     Note,
     RemoteCode,
-    Shortage,
     TooFewGpus,
 )
 from so_tui.plan.plan import Plan
-from so_tui.plan.rates import Calibrated, SpeedSource
-from so_tui.plan.show import _speed_source_text, plan_tree
+from so_tui.plan.show import plan_tree
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
-from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
 from tests.support.planning import QUAD, recommended
 
@@ -33,14 +29,6 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("fact", "text"),
     [
-        (
-            Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fatal=True),
-            "each of host nodes 0, 1 needs 200 GiB, has 111 GiB",
-        ),
-        (
-            Shortage(pool="gpu", needs=90 * GIB, has=95 * GIB, fatal=False),
-            "each GPU needs 90.0 GiB of 95.0 GiB: little is left for what is not predicted exactly",
-        ),
         (
             NextBest(
                 mode="superoffload",
@@ -56,20 +44,6 @@ GIB = 2**30
                 "about as fast as superoffload at ratio 0.35, micro-batch 4, activation "
                 "checkpointing none (planned 2.1% faster, less than plans are off): offloads "
                 "nothing, leaves 12.0 GiB less of each GPU"
-            ),
-        ),
-        (
-            FasterRatio(
-                ratio=0.9,
-                step_s=3.62,
-                smallest_ratio=0.7,
-                smallest_step_s=3.66,
-                alike=True,
-                more_gpu_bytes=24 * GIB,
-            ),
-            (
-                "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of "
-                "3.66 s), and leaves 24.0 GiB more of each GPU"
             ),
         ),
         (
@@ -121,20 +95,6 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
 def test_every_term_has_a_name() -> None:
     assert TERM_NAMES.keys() == set(get_args(TermKind))
     assert str(Formula("{} B x {} ({:.1%})", (4, 14_000_000, 0.05))) == "4 B x 14.00 M (5.0%)"
-
-
-def test_the_source_of_a_prediction() -> None:
-    source = SpeedSource(
-        calibrated=Calibrated(date="2026-11-21T10:00:00+00:00", host="node7"),
-        published="published for GH200",
-        workload=Workload(attended_tokens=200.0, trained_share=0.5),
-        probed=True,
-    )
-    assert _speed_source_text(source, "superoffload") == (
-        "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for "
-        "GH200; for documents of 200 tokens, 50% of all trained, as measured on this data; "
-        "corrected by a probe of this model here"
-    )
 
 
 def test_facts_are_beside_their_texts_in_json() -> None:
