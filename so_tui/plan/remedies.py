@@ -260,7 +260,7 @@ _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
 
 
-def _memory_advice(
+def memory_advice(
     spec: RunSpec, pool: AdvicePool, given: GivenMemory = NOTHING_KNOWN
 ) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
@@ -299,16 +299,6 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
     if (size := optional.second_states_bytes) and spec.offload.speculation == "auto":
         off = Change("offload.speculation", "auto", "off")
         yield MemorySaving(changes=(off,), saves_bytes=size)
-
-
-def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``_memory_advice`` in words for a run that ran out of GPU memory."""
-    return _memory_advice(spec, "gpu", given).message
-
-
-def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``_memory_advice`` in words for a run that ran out of host memory."""
-    return _memory_advice(spec, "node", given).message
 
 
 def _bytes(spec: RunSpec, pool: AdvicePool, given: GivenMemory) -> int:

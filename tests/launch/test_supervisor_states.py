@@ -142,8 +142,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
         asked.append(spec)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(remedies, "less_gpu_memory", fail)
-    monkeypatch.setattr(remedies, "less_host_memory", fail)
+    monkeypatch.setattr(remedies, "memory_advice", fail)
     outcome = Outcome(state="failed", code=code, who="rank", rank=0)
     assert supervisor_of(run)._finish(outcome) == 1
     assert read_state(run).code == code

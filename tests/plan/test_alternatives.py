@@ -9,7 +9,7 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.notes import Change, FitsHere, MemoryAdvice
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.planner import make_plan
-from so_tui.plan.remedies import _memory_advice, less_gpu_memory, less_host_memory
+from so_tui.plan.remedies import memory_advice
 from so_tui.plan.search import _batch_splits, changes_of, shorter_sequences, smaller_batches
 from so_tui.spec import RunSpec, with_values
 from tests.support.machines import x86
@@ -71,19 +71,19 @@ def test_savings_are_those_of_the_plan(changes: tuple[Change, ...], values: dict
     given = GIVEN | {"offload__ratio": "0.6", "gpus": "2", "train__micro_batch": "4"}
     given |= {"model__activation_checkpointing": "none"}
     before, after = (planned("qwen3-14b", QUAD, **found) for found in (given, given | values))
-    savings = _memory_advice(spec_of("qwen3-14b", **given), "gpu").savings
+    savings = memory_advice(spec_of("qwen3-14b", **given), "gpu").savings
     saved = {saving.changes: saving.saves_bytes for saving in savings}
     assert saved[changes] == before.gpu_bytes - after.gpu_bytes
 
 
 def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
     given = GIVEN | {"train__micro_batch": "4", "train__tokens_per_step": "131072"}
-    advice = _memory_advice(spec_of("qwen3-14b", **given), "gpu")
+    advice = memory_advice(spec_of("qwen3-14b", **given), "gpu")
     assert changes_in(advice)[0] == (Change("train.micro_batch", 4, 2),)
 
 
 def test_the_host_is_relieved_by_the_gpu_and_compact_moments() -> None:
-    ratio, bf16, int8 = _memory_advice(OURS, "node").savings
+    ratio, bf16, int8 = memory_advice(OURS, "node").savings
     assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
     assert ratio.saves_bytes > 2**30
     assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
@@ -95,7 +95,7 @@ def test_the_host_is_relieved_by_the_gpu_and_compact_moments() -> None:
     decoded = 8 * cpu - 4 * gpu  # while a checkpoint is written
     assert bf16.saves_bytes == 4 * layout.cpu_numel - decoded
     assert int8.saves_bytes == pytest.approx(5.98 * layout.cpu_numel - decoded, rel=1e-3)
-    theirs = _memory_advice(spec_of("qwen3-14b", offload__mode="zerooffload"), "node")
+    theirs = memory_advice(spec_of("qwen3-14b", offload__mode="zerooffload"), "node")
     assert "offload.states" not in {changes[0].key for changes in changes_in(theirs)}
 
 
@@ -103,16 +103,16 @@ def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     spec = with_values(OURS, {"checkpoint.every_steps": "100"})
     optional = OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
     given = GivenMemory(optional=optional)
-    advice = _memory_advice(spec, "node", given)
+    advice = memory_advice(spec, "node", given)
     assert changes_in(advice) == [
         (Change("checkpoint.background", "true", "false"),),
         (Change("offload.speculation", "auto", "off"),),
         (Change("offload.ratio", 0.9, 0.7),),
     ]
     assert [saving.saves_bytes for saving in advice.savings[:2]] == [20 << 30, 50 << 30]
-    told = less_host_memory(spec, given)
+    told = memory_advice(spec, "node", given).message
     assert "checkpoint.background true -> false needs 20.0 GiB less" in told
-    assert _memory_advice(spec, "gpu", given) == _memory_advice(spec, "gpu")
+    assert memory_advice(spec, "gpu", given) == memory_advice(spec, "gpu")
 
 
 def test_one_memory_gets_no_more_offloading() -> None:
@@ -121,8 +121,8 @@ def test_one_memory_gets_no_more_offloading() -> None:
     """
     given = GIVEN | {"offload__ratio": "0.5", "model__activation_checkpointing": "selective"}
     spec, memory = spec_of("qwen3-14b", **given), GivenMemory(one_memory=True)
-    advice, apart = _memory_advice(spec, "gpu", memory), _memory_advice(spec, "gpu")
-    assert advice == _memory_advice(spec, "node", memory)
+    advice, apart = memory_advice(spec, "gpu", memory), memory_advice(spec, "gpu")
+    assert advice == memory_advice(spec, "node", memory)
     assert changes_in(advice)[0][0].key == "train.micro_batch"
     larger = [
         sum(one.saves_bytes for one in found.savings if one.changes[0].key == "offload.ratio")
@@ -133,20 +133,20 @@ def test_one_memory_gets_no_more_offloading() -> None:
 
 def test_offloading_is_proposed_with_its_ratio() -> None:
     given = {"train__micro_batch": "1", "model__activation_checkpointing": "full"}
-    advice = _memory_advice(spec_of("qwen3-14b", offload__mode="gpu", **given), "gpu")
+    advice = memory_advice(spec_of("qwen3-14b", offload__mode="gpu", **given), "gpu")
     moved = (Change("offload.mode", "gpu", "superoffload"), Change("offload.ratio", 0.9, 0.9))
     assert changes_in(advice)[0] == moved
     assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in advice.message
 
 
 def test_where_nothing_helps_a_larger_machine_does() -> None:
-    assert _memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
+    assert memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
     unknown = with_values(
         CATALOG.presets["tiny"].spec,
         {"offload.mode": "superoffload", "model.config.hidden_size": "512"},
     )
-    assert _memory_advice(unknown, "gpu").savings == ()
-    assert "more GPUs" in less_gpu_memory(unknown)
+    assert memory_advice(unknown, "gpu").savings == ()
+    assert "more GPUs" in memory_advice(unknown, "gpu").message
 
 
 def test_batches_and_sequences_are_halved() -> None:
@@ -171,6 +171,6 @@ def test_second_states_that_do_not_fit_are_given_up_first() -> None:
     advice = only(make_plan(spec, machine).remedies, FitsHere)
     assert advice.changes == (Change("offload.speculation", "on", "auto"),)
     assert make_plan(followed(spec, advice), machine).verdict == "fits"
-    saving = _memory_advice(spec, "node").savings[0]
+    saving = memory_advice(spec, "node").savings[0]
     assert saving.changes == (Change("offload.speculation", "on", "off"),)
     assert saving.saves_bytes == pytest.approx(14 * spec.model.parameter_count, rel=1e-2)

@@ -15,7 +15,7 @@ from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import InputsOnHost
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.remedies import _memory_advice
+from so_tui.plan.remedies import memory_advice
 from so_tui.plan.search import with_policy
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import with_values
@@ -177,6 +177,6 @@ def test_a_slow_bus_makes_both_passes_as_long_as_its_copies(policy: str) -> None
 
 def test_a_run_out_of_memory_is_told_of_them() -> None:
     spec = long_spec(SHORT, **given("full", offload__mode="gpu"))
-    savings = _memory_advice(spec, "gpu").savings
+    savings = memory_advice(spec, "gpu").savings
     keys = {change.key for saving in savings for change in saving.changes}
     assert "model.activation_offload" in keys

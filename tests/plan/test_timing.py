@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -291,46 +290,6 @@ def test_ranks_that_wait_take_as_long_as_the_slowest() -> None:
     speed = replace(ONE, layer_launch_overhead_s=2.0, layer_launch_overhead_by_ranks=by_ranks)
     taken = [speed.layer_launch_overhead_of(ranks) for ranks in (1, 2, 3, 4, 8)]
     assert taken == [2.0, 2.0, 2.0, 3.0, 3.0]
-
-
-def test_more_offload_is_hardly_ever_faster_with_clipping() -> None:
-    steps = [
-        step_s(planned(**CLIPPED | {"offload__ratio": f"{ratio / 10}"})) for ratio in range(11)
-    ]
-    # Within what the GPU's own share of the step gives back.
-    assert all(after > 0.97 * before for before, after in pairwise(steps))
-    assert steps[-1] > 1.1 * steps[0]
-
-
-def long(length: int, /, **changes: str) -> Plan:
-    """A plan of one document a sequence, on an H200 with flash-attn 4."""
-    sizes = {"micro_batch": max(1, 16_384 // length), "gradient_clipping": 0}
-    base = OURS | {f"train__{key}": str(value) for key, value in sizes.items()}
-    base |= {"gpus": "1", "offload__ratio": "0.9", "data__sequence_length": str(length)}
-    data = Workload(attended_tokens=float(length))
-    return planning.planned(QWEN, host(**FLASH_4), data, **base | changes)
-
-
-@pytest.mark.parametrize(
-    ("length", "attention", "policy", "measured_s"),
-    [
-        (4_096, "auto", "full", 1.211),
-        (4_096, "torch-flash", "full", 1.281),
-        (65_536, "auto", "full", 12.85),
-        (65_536, "torch-flash", "full", 20.87),
-        (65_536, "auto", "attention", 10.74),
-    ],
-)
-def test_long_documents_are_planned_by_backend(
-    length: int, attention: str, policy: str, measured_s: float
-) -> None:
-    """Measured on H200s: benchmarks/results/attention-h200.json."""
-    found = long(length, model__attention=attention, model__activation_checkpointing=policy)
-    assert found.step_s == pytest.approx(measured_s, rel=0.05)
-
-
-def test_keeping_attention_is_chosen_for_long_documents() -> None:
-    assert long(65_536).spec.model.activation_checkpointing == "attention"
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

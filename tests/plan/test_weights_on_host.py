@@ -13,7 +13,7 @@ from so_tui.plan.fit import Assessment, assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import AutoMode, WeightsOnHost
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.remedies import _memory_advice
+from so_tui.plan.remedies import memory_advice
 from so_tui.plan.show import settings_of
 from so_tui.plan.terms import TermKind
 from so_tui.spec import RunSpec
@@ -140,7 +140,7 @@ def test_auto_mode_with_them_offloads() -> None:
 @pytest.mark.parametrize(("mode", "proposed"), [("superoffload", True), ("gpu", False)])
 def test_a_run_out_of_memory_is_told_of_them_if_it_offloads(mode: str, proposed: bool) -> None:
     given = {"model__activation_offload": "off", "model__tiled_mlp": "off", "offload__ratio": "1"}
-    savings = _memory_advice(run(offload__mode=mode, **given), "gpu").savings
+    savings = memory_advice(run(offload__mode=mode, **given), "gpu").savings
     keys = {change.key for saving in savings for change in saving.changes}
     assert ("offload.parameters" in keys) == proposed
 
