@@ -223,6 +223,11 @@ class Assessment:
     """Of this placement, where the judgement needed it."""
 
     @property
+    def fits(self) -> bool:
+        """Whether it may run: with the margin, or tight."""
+        return self.verdict != "does not fit"
+
+    @property
     def worst(self) -> Shortage | None:
         return self.shortages[0] if self.shortages else None
 

@@ -217,8 +217,9 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     terms = _all_terms(placement)
     totals = {location: _phase_bytes(terms, location) for location in ("gpu", "node")}
     fullest = {
-        (location, max(phases, key=phases.__getitem__, default=None))
+        (location, max(phases, key=phases.__getitem__))
         for location, phases in totals.items()
+        if phases
     }
     return tuple(
         found for found in terms if not found.phase or (found.location, found.phase) in fullest

@@ -154,7 +154,7 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
     if ratio == given_ratio:
         return plain
     as_given = assess(in_mode(chosen.spec, "superoffload", given_ratio), chosen.target)
-    if as_given.verdict == "does not fit":
+    if not as_given.fits:
         return replace(plain, given_ratio=given_ratio, given_shortage=as_given.worst)
     step, before = chosen.step, as_given.step
     if not before or not step or before.total_s < step.total_s:
@@ -277,7 +277,7 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
     speed, checkpoint = target.resources.speed, spec.checkpoint
     if not target.resources.has_gpu or speed is None or step is None:
         return
-    if found.verdict == "does not fit":
+    if not found.fits:
         return
     saving = found
     if not checkpoint.repeats:
@@ -373,7 +373,7 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     the optimizer adds to a step.
     """
     step = found.step
-    if found.verdict == "does not fit" or step is None:
+    if not found.fits or step is None:
         return
     all_hidden_s = step.total_s - step.exposed_optimizer_s
     if not surely_faster(1 / all_hidden_s, 1 / step.total_s):
@@ -416,7 +416,7 @@ def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
     has memory.
     """
     smaller, step = best(found.spec, found.target), found.step
-    if found.verdict == "does not fit" or smaller.verdict != "fits":
+    if not found.fits or smaller.verdict != "fits":
         return
     if step and smaller.step and step.total_s - smaller.step.total_s > _NOTICEABLE * step.total_s:
         yield FasterOffload(

@@ -5,7 +5,7 @@ after that ran out. Pure functions.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -32,7 +32,7 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
-    Found,
+    Search,
     alternatives,
     best_settings,
     changes_of,
@@ -79,9 +79,9 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the keys to change with which it fits on the same GPUs."""
     for alternative in less_speculation(spec, "auto"):
-        if assess(alternative, target).verdict != "does not fit":
+        if assess(alternative, target).fits:
             return FitsHere(changes=changes_of(spec, alternative))
-    if (here := best(spec, target)).verdict != "does not fit":
+    if (here := best(spec, target)).fits:
         before, after = spec.offload, here.spec.offload
         changes = [Change("offload.mode", before.mode, after.mode)]
         if after.mode != "gpu":
@@ -89,8 +89,8 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
         return FitsHere(changes=tuple(changes))
     full = with_policy(spec, "full")
     for other in (full, *memory_savings(full)):
-        if _fits(other, target):
-            return _least_change(spec, target, best(other, target), other)
+        if (found := best(other, target)).fits:
+            return _least_change(spec, target, found, other)
     recomputing = _recomputing(spec)
     if (smaller := _fitting_batch(recomputing, target)) is not None:
         return _least_change(spec, target, smaller)
@@ -99,8 +99,8 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
-        if _fits(shared, target):
-            return _least_change(spec, target, best(shared, target), shared)
+        if (found := best(shared, target)).fits:
+            return _least_change(spec, target, found, shared)
     return None
 
 
@@ -109,7 +109,7 @@ def _least_change(
     target: Target,
     found: Assessment,
     *proposed: RunSpec,
-    search: Callable[[RunSpec, Target], Found] = decided_settings,
+    search: Search = decided_settings,
 ) -> FitsHere:
     """Return the fewest keys with which the plan of a spec fits, since it decides the rest itself.
 
@@ -124,13 +124,9 @@ def _least_change(
     others = proposed or (alone, with_policy(alone, "full"))
     moved = (in_mode(other, found.mode, found.spec.offload.ratio) for other in others)
     for other in (*others, *moved):
-        if search(other, target).best.verdict != "does not fit":
+        if search(other, target).best.fits:
             return FitsHere(changes=changes_of(spec, other))
     return FitsHere(changes=changes_of(spec, found.spec))
-
-
-def _fits(spec: RunSpec, target: Target) -> bool:
-    return best(spec, target).verdict != "does not fit"
 
 
 def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
@@ -139,7 +135,7 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
     """
     for alternative in compact_states(spec):
         found, states = best(alternative, target), alternative.offload.states
-        if found.verdict != "does not fit":
+        if found.fits:
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
             yield CompactStatesFit(
                 states=states,
@@ -162,7 +158,7 @@ def _fitting_when_shorter(spec: RunSpec, target: Target, *, searched: bool) -> I
         found = best(alternative, target)
         moved = (best(other, target) for other in weights_on_host(alternative))
         for fitting in (found, *moved):
-            if fitting.verdict != "does not fit":
+            if fitting.fits:
                 search = best_settings if searched else decided_settings
                 yield _least_change(spec, target, fitting, search=search)
                 return
@@ -189,7 +185,7 @@ def _fits_split(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
     """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does
     where the given one is too large.
     """
-    if _fits(spec, target):
+    if best(spec, target).fits:
         return True, None
     smaller = _fitting_batch(spec, target)
     return (False, None) if smaller is None else (True, smaller.spec.train.micro_batch)

@@ -334,7 +334,7 @@ _WORTHWHILE = 1.2
 """Least gain in tokens per second for which they are proposed."""
 
 
-class Found(NamedTuple):
+class _Found(NamedTuple):
     """What a search chose for a spec."""
 
     best: Assessment
@@ -344,10 +344,10 @@ class Found(NamedTuple):
     """Where the spec left its mode open."""
 
 
-_Search = Callable[[RunSpec, Target], Found]
+Search = Callable[[RunSpec, Target], _Found]
 
 
-def best_settings(spec: RunSpec, target: Target) -> Found:
+def best_settings(spec: RunSpec, target: Target) -> _Found:
     """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the
@@ -362,16 +362,16 @@ def best_settings(spec: RunSpec, target: Target) -> Found:
     return found
 
 
-def decided_settings(spec: RunSpec, target: Target) -> Found:
+def decided_settings(spec: RunSpec, target: Target) -> _Found:
     """Return ``spec`` as given, with only that decided which it leaves open."""
     return _with_savings(_decided, spec, target)
 
 
-def _order(found: Found) -> int:
+def _order(found: _Found) -> int:
     return _ORDER[found.best.verdict]
 
 
-def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
+def _with_savings(search: Search, spec: RunSpec, target: Target) -> _Found:
     """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the
     host, weights there, or several of these.
 
@@ -390,7 +390,7 @@ def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
     return _or_results_on_host(search, spec, target, found)
 
 
-def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: Found) -> Found:
+def _or_results_on_host(search: Search, spec: RunSpec, target: Target, found: _Found) -> _Found:
     """Return what was found, or what is found with attention's results on the host, where that is
     faster.
 
@@ -413,12 +413,12 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
     return chosen._replace(tried=tuple(sorted((*chosen.tried, *found.tried), key=_merit)))
 
 
-def _decided(spec: RunSpec, target: Target) -> Found:
-    def decide(found: Assessment, why: AutoReason, **more: Any) -> Found:
-        return Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
+def _decided(spec: RunSpec, target: Target) -> _Found:
+    def decide(found: Assessment, why: AutoReason, **more: Any) -> _Found:
+        return _Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
 
     if spec.offload.mode != "auto":
-        return Found(_fastest_policy(spec, target))
+        return _Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
         return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
@@ -432,7 +432,7 @@ def _decided(spec: RunSpec, target: Target) -> Found:
             return decide(on_gpu, "fits-on-gpu")
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
-    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
+    if on_gpu.verdict == "tight" and not offloaded.fits:
         ratio = spec.offload.ratio
         return decide(on_gpu, "offload-does-not-fit", ratio=ratio, shortage=offloaded.worst)
     return decide(offloaded, "gpu-does-not-fit", shortage=on_gpu.worst)
@@ -443,7 +443,7 @@ def _merit(found: Assessment) -> tuple[int, float]:
     return _ORDER[found.verdict], -found.rate
 
 
-def _best_of_variants(spec: RunSpec, target: Target) -> Found:
+def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     """Return the best of what differs in mode, ratio, recomputation and micro-batch alone."""
 
     @cache
@@ -457,10 +457,10 @@ def _best_of_variants(spec: RunSpec, target: Target) -> Found:
         variant("full", size).best
         for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))
     ]
-    nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
+    nothing_fits = not any(found.fits for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
-        return Found(tried[0], tuple(tried))
+        return _Found(tried[0], tuple(tried))
     tried = []
     for policy in policies(spec, target):
         for size in sizes:
@@ -473,10 +473,10 @@ def _best_of_variants(spec: RunSpec, target: Target) -> Found:
             tried.append(offloaded)
             if any(short.fatal and short.pool == "gpu" for short in offloaded.shortages):
                 break  # nor would a larger micro-batch
-    if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
+    if "full" in policies(spec, target) or not any(found.fits for found in tried):
         tried += least_memory
     tried.sort(key=_merit)
-    return Found(_simplest(spec, tried), tuple(tried))
+    return _Found(_simplest(spec, tried), tuple(tried))
 
 
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:

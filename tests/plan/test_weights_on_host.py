@@ -59,7 +59,8 @@ def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> Non
     assert sizes(after, "weights") == ([("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else [])
     ((place, fetched),) = sizes(after, "fetched-weights")
     held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + layout.largest_parameter
-    assert (place, fetched) == ("gpu", pytest.approx(1.2 * 2 * held))
+    assert place == "gpu"
+    assert fetched == pytest.approx(1.2 * 2 * held)
     assert moved - 1.1 * fetched < before.demand.gpu_bytes - after.demand.gpu_bytes < moved
     assert after.demand.node_bytes[0] - before.demand.node_bytes[0] == moved
 

@@ -48,7 +48,7 @@ def test_fastest_backend_that_can_is_taken(
     found = choose_backend(needs, present)
     assert found.backend == backend
     if packages == {"flash-attn"}:
-        absent = ("flash-attn-4", "flash-attn-3")
+        absent: tuple[AttentionBackend, ...] = ("flash-attn-4", "flash-attn-3")
         assert found.passed_over == tuple(_PassedOver(name, "not-installed") for name in absent)
     assert generation is not None or found.passed_over == ()
 

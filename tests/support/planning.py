@@ -45,7 +45,9 @@ def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> R
     return spec_of(preset, **one | changes)
 
 
-def planned(name: str, machine: Machine, workload: Workload | None = None, **changes: str) -> Plan:
+def planned(
+    name: str, machine: Machine, workload: Workload | None = None, /, **changes: str
+) -> Plan:
     """Return the plan of a preset with changes, as given."""
     return make_plan(spec_of(name, **changes), machine, workload=workload)
 
