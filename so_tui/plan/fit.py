@@ -223,6 +223,11 @@ class Assessment:
     """Of this placement, where the judgement needed it."""
 
     @property
+    def fits(self) -> bool:
+        """Whether it may run: with the margin, or tight."""
+        return self.verdict != "does not fit"
+
+    @property
     def worst(self) -> Shortage | None:
         return self.shortages[0] if self.shortages else None
 
@@ -332,12 +337,15 @@ def _speculating(placement: Placement, second: SecondStates | None) -> Placement
     )
 
 
+def changed(spec: RunSpec, section: str, **values: Any) -> RunSpec:
+    """Return the spec with other values of one section."""
+    inner = msgspec.structs.replace(getattr(spec, section), **values)
+    return msgspec.structs.replace(spec, **{section: inner})
+
+
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
     """Return the spec with its mode decided, and its ratio where one is given."""
-    offload = msgspec.structs.replace(
-        spec.offload, mode=mode, ratio=spec.offload.ratio if ratio is None else ratio
-    )
-    return msgspec.structs.replace(spec, offload=offload)
+    return changed(spec, "offload", mode=mode, ratio=spec.offload.ratio if ratio is None else ratio)
 
 
 def mode_without_gpu(spec: RunSpec) -> Mode:

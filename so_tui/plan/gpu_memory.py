@@ -12,7 +12,6 @@ on the CPU, on the GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.model.profile import (
@@ -34,7 +33,8 @@ from so_tui.model.sharding import (
 from so_tui.plan.host_memory import host_terms
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
-from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, term
+from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, sized, term
+from so_tui.units import count
 
 # GPU memory of all-gathers and reductions: weights on their way in, gradients on their way out,
 # and how far the host runs ahead.
@@ -69,31 +69,18 @@ def _communication_terms(placement: Placement) -> Terms:
     layout, profile, gpu = placement.layout, placement.profile, placement.gpu
     ranks, layer, largest = layout.ranks, profile.largest_layer, layout.largest_parameter
     bucket = placement.reduce_bucket
-    yield term("reduce-bucket", gpu, 2 * bucket, "exact", "2 B x {} (reduce_bucket_size)", bucket)
+    yield sized("reduce-bucket", gpu, "exact", 2, bucket, " (reduce_bucket_size)")
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
-        yield term(
-            "small-parameters",
-            gpu,
-            2 * small,
-            "exact",
-            "2 B x {} (below {})",
-            small,
-            PERSISTENCE_THRESHOLD,
-        )
+        note = f" (below {count(PERSISTENCE_THRESHOLD)})"
+        yield sized("small-parameters", gpu, "exact", 2, small, note)
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and
         # the head included.
         in_use = max(live_parameters(layer, ranks) + layer, 2 * largest)
         live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
-        yield term(
-            "gathered-parameters",
-            gpu,
-            2 * live,
-            "estimate",
-            "2 B x {} (ahead, in use, and being copied)",
-            live,
-        )
+        note = " (ahead, in use, and being copied)"
+        yield sized("gathered-parameters", gpu, "estimate", 2, live, note)
         pools = constants().memory.stream_pool_share
         yield term(
             "all-gather-pools",
@@ -106,15 +93,7 @@ def _communication_terms(placement: Placement) -> Terms:
     yield from _fetched_weights(placement)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward
     # is over.
-    yield term(
-        "gradients-in-flight",
-        gpu,
-        2 * layer,
-        "estimate",
-        "2 B x {} (a layer)",
-        layer,
-        phase="backward",
-    )
+    yield sized("gradients-in-flight", gpu, "estimate", 2, layer, " (a layer)", phase="backward")
     share = partition_numel(largest, ranks)
     # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
@@ -236,14 +215,14 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     phase.
     """
     terms = _all_terms(placement)
+    totals = {location: _phase_bytes(terms, location) for location in ("gpu", "node")}
     fullest = {
-        location: max(_phase_bytes(terms, location).items(), key=itemgetter(1), default=(None, 0))[
-            0
-        ]
-        for location in ("gpu", "node")
+        (location, max(phases, key=phases.__getitem__))
+        for location, phases in totals.items()
+        if phases
     }
     return tuple(
-        found for found in terms if not found.phase or found.phase == fullest[found.location]
+        found for found in terms if not found.phase or (found.location, found.phase) in fullest
     )
 
 
@@ -276,75 +255,42 @@ def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
 def _states(placement: Placement) -> Terms:
     layout, gpu, buffer = placement.layout, placement.gpu, placement.gradient_bytes
     on_gpu, whole, moved = layout.gpu_numel, layout.numel, placement.host_weights
-    bf16, fp32, moments = "{} parameters (bf16)", "4 B x {} (fp32 weights)", "(two fp32 moments)"
+    bf16 = " parameters (bf16)"
     if moved < whole:
-        kept = whole - moved
-        yield term("weights", gpu, 2 * kept, "exact", f"2 B x {bf16}", kept)
+        yield sized("weights", gpu, "exact", 2, whole - moved, bf16)
     if moved:
-        yield term("host-weights", "node", 2 * moved, "exact", f"2 B x {bf16}, pinned", moved)
+        yield sized("host-weights", "node", "exact", 2, moved, f"{bf16}, pinned")
     if placement.spec.offload.mode == "gpu":
-        yield term("master-weights", gpu, 4 * on_gpu, "exact", fp32, on_gpu)
-        yield term("moments", gpu, 8 * on_gpu, "exact", f"8 B x {{}} {moments}", on_gpu)
-        yield term("gradients", gpu, buffer * whole, "exact", "{} B x {}", buffer, whole)
+        yield sized("master-weights", gpu, "exact", 4, on_gpu, " (fp32 weights)")
+        yield sized("moments", gpu, "exact", 8, on_gpu, " (two fp32 moments)")
+        yield sized("gradients", gpu, "exact", buffer, whole)
         largest = layout.largest_sub_group
-        yield term(
-            "sub-group-gradients",
-            gpu,
-            4 * largest,
-            "exact",
-            "4 B x {}",
-            largest,
-            phase="optimizer",
-        )
+        yield sized("sub-group-gradients", gpu, "exact", 4, largest, phase="optimizer")
         return
     if on_gpu:
-        yield term(
-            "states-on-gpu",
-            gpu,
-            16 * on_gpu,
-            "exact",
-            "16 B x {} (fp32 weights, gradients, two moments)",
-            on_gpu,
-        )
+        note = " (fp32 weights, gradients, two moments)"
+        yield sized("states-on-gpu", gpu, "exact", 16, on_gpu, note)
     yield from _offloaded_states(placement)
 
 
 def _offloaded_states(placement: Placement) -> Terms:
     layout, numel, spec = placement.layout, placement.layout.cpu_numel, placement.spec
-    yield term("master-weights", "node", 4 * numel, "exact", "4 B x {} (fp32 weights)", numel)
+    yield sized("master-weights", "node", "exact", 4, numel, " (fp32 weights)")
     if own_engine(spec):
         staged = "bf16 gradients" if placement.host_weights else "bf16 gradients, then weights"
-        yield term("staging-buffer", "node", 2 * numel, "exact", f"2 B x {{}} ({staged})", numel)
+        yield sized("staging-buffer", "node", "exact", 2, numel, f" ({staged})")
         if spec.gradient_accumulation_steps > 1:
-            yield term(
-                "accumulated-gradients", "node", 4 * numel, "exact", "4 B x {} (fp32)", numel
-            )
-        each = moments_bytes(spec.offload.states)
-        yield term(
-            "moments",
-            "node",
-            int(each * numel),
-            "exact",
-            "{} B x {} ({})",
-            f"{each:g}",
-            numel,
-            _MOMENTS[spec.offload.states],
-        )
+            yield sized("accumulated-gradients", "node", "exact", 4, numel, " (fp32)")
+        states = spec.offload.states
+        each, note = moments_bytes(states), f" ({_MOMENTS[states]})"
+        yield sized("moments", "node", "exact", each, numel, note)
         return
-    yield term("gradients", "node", 4 * numel, "exact", "4 B x {} (fp32), pinned", numel)
-    yield term("moments", "node", 8 * numel, "exact", "8 B x {} (two fp32 moments)", numel)
-    buffer, partition = placement.gradient_bytes, placement.gradient_bytes * layout.numel
-    yield term(
-        "gradient-partition",
-        "node",
-        partition,
-        "exact",
-        "{} B x {}, pinned, of any ratio",
-        buffer,
-        layout.numel,
-    )
+    yield sized("gradients", "node", "exact", 4, numel, " (fp32), pinned")
+    yield sized("moments", "node", "exact", 8, numel, " (two fp32 moments)")
+    buffer, note = placement.gradient_bytes, ", pinned, of any ratio"
+    yield sized("gradient-partition", "node", "exact", buffer, layout.numel, note)
     if placement.pinned_rounded:
-        pieces = [*(4 * group.numel for group in layout.cpu_groups), partition]
+        pieces = [*(4 * group.numel for group in layout.cpu_groups), buffer * layout.numel]
         if placement.host_weights:  # one block for each parameter group
             pieces += [
                 2 * sum(group.numel for group in layout.sub_groups if group.group == name)
@@ -547,15 +493,8 @@ def _loss_terms(placement: Placement) -> Terms:
     )
     for phase in _STORED_PHASES:
         if phase == "loss" or beside_buckets:
-            yield term(
-                "head-gradient",
-                gpu,
-                2 * head,
-                "exact",
-                "2 B x {}, from the loss until it is reduced",
-                head,
-                phase=phase,
-            )
+            note = ", from the loss until it is reduced"
+            yield sized("head-gradient", gpu, "exact", 2, head, note, phase=phase)
         yield term(
             "hidden-states",
             gpu,

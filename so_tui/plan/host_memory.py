@@ -15,7 +15,7 @@ from so_tui.model.shape import StateLayout
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
-from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind, Terms, term
+from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind, Terms, sized, term
 from so_tui.spec.run_spec import RunSpec
 
 # Room for copies of the states, from which checkpoints are written while training goes on.
@@ -164,17 +164,13 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
     yield term("launcher", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     yield from _worker_terms(placement)
     if placement.spec.checkpoint.saves:
-        text = "4 B x {}, the largest sub-group on the GPU on its way to the disk"
-        each, largest = 4, layout.largest_on("gpu")
-        decoded = layout.largest_on("cpu")
-        if (
-            own_engine(placement.spec)
-            and placement.spec.offload.states != "fp32"
-            and 2 * decoded > largest
-        ):
-            text = "8 B x {}, the moments of the largest sub-group, decoded for the disk"
+        each, largest, decoded = 4, layout.largest_on("gpu"), layout.largest_on("cpu")
+        note = ", the largest sub-group on the GPU on its way to the disk"
+        compact = own_engine(placement.spec) and placement.spec.offload.states != "fp32"
+        if compact and 2 * decoded > largest:
             each, largest = 8, decoded
-        yield term("saving", "node", each * largest, "estimate", text, largest)
+            note = ", the moments of the largest sub-group, decoded for the disk"
+        yield sized("saving", "node", "estimate", each, largest, note)
     later: dict[TermKind, int] = (
         {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
     )
@@ -204,41 +200,30 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
 
 def _worker_terms(placement: Placement) -> Terms:
     memory, layout = constants().memory, placement.layout
-    copied, cpu_numel = 4 * layout.largest_sub_group, layout.cpu_numel
     if own_engine(placement.spec):
         text = "a second process, without torch"
         yield term("adam-worker", "node", memory.own_worker_bytes, "calibrated", text)
     elif placement.spec.offload.mode == "superoffload":
         text = "a second process with torch"
         yield term("adam-worker", "node", memory.deepspeed_worker_bytes, "calibrated", text)
-        text = "4 B x {}, pinned"
-        yield term("worker-gradient-copy", "node", copied, "exact", text, layout.largest_sub_group)
+        largest = layout.largest_sub_group
+        yield sized("worker-gradient-copy", "node", "exact", 4, largest, ", pinned")
         if placement.pinned_rounded:
-            text = "to the next power of two by torch before 2.13"
-            yield term("worker-rounding", "node", power_of_two(copied) - copied, "exact", text)
+            text, size = "to the next power of two by torch before 2.13", 4 * largest
+            yield term("worker-rounding", "node", power_of_two(size) - size, "exact", text)
         # The first step sends them to the worker, which copies each into shared memory; torch
         # retains its pinned block.
-        text = "4 B x {} (gradients, which moved into shared memory)"
-        yield term("unused-pinned-blocks", "node", 4 * cpu_numel, "calibrated", text, cpu_numel)
+        note = " (gradients, which moved into shared memory)"
+        yield sized("unused-pinned-blocks", "node", "calibrated", 4, layout.cpu_numel, note)
 
 
 def _shared_terms(placement: Placement) -> Terms:
     """Yield what is in /dev/shm."""
-    offload, numel, ranks = (
-        placement.spec.offload,
-        placement.layout.cpu_numel,
-        placement.local_ranks,
-    )
+    offload, ranks = placement.spec.offload, placement.local_ranks
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        yield term(
-            "shared-states",
-            "shm",
-            8 * numel * ranks,
-            "exact",
-            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
-            numel,
-            ranks,
-        )
+        numel = placement.layout.cpu_numel
+        text = "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)"
+        yield term("shared-states", "shm", 8 * numel * ranks, "exact", text, numel, ranks)
     if ranks > 1:
         size = _MESSAGES_SHM_BYTES * ranks
         yield term("rank-messages", "shm", size, "estimate", "buffers of the collectives")
@@ -247,16 +232,8 @@ def _shared_terms(placement: Placement) -> Terms:
 def _disk_terms(placement: Placement) -> Terms:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
-    yield term(
-        "checkpoint",
-        "disk",
-        STATE_BYTES * layout.numel * layout.ranks,
-        "exact",
-        "{} B x {} x {} ranks (fp32 weights, two moments)",
-        STATE_BYTES,
-        layout.numel,
-        layout.ranks,
-    )
+    numel, text = layout.numel * layout.ranks, "{} B x {} x {} ranks (fp32 weights, two moments)"
+    values = (STATE_BYTES, layout.numel, layout.ranks)
+    yield term("checkpoint", "disk", STATE_BYTES * numel, "exact", text, *values)
     if placement.spec.checkpoint.export:
-        numel = layout.parameters
-        yield term("export", "disk", 2 * numel, "exact", "2 B x {} (bf16)", numel)
+        yield sized("export", "disk", "exact", 2, layout.parameters, " (bf16)")

@@ -121,7 +121,7 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     if with_cores is not chosen.spec:
         chosen = assess(with_cores, target.on(with_cores))
     reasons = tuple(choices(wanted, chosen, tried))
-    spec = chosen.spec if chosen.verdict != "does not fit" else wanted
+    spec = chosen.spec if chosen.fits else wanted
     plan = _plan(spec, chosen, reasons, searched=True)
     return replace(plan, recommended=plan.verdict == "fits"), chosen
 
@@ -200,7 +200,7 @@ def _plan(
     target, resources, placement = found.target, found.target.resources, found.placement
     demand, supply, ranks = found.demand, resources.supply, found.target.ranks
     blocked = tuple(blockers(spec, resources))
-    fits = not blocked and found.verdict != "does not fit"
+    fits = not blocked and found.fits
     proposed: tuple[Remedy, ...] = ()
     if not blocked and not fits:
         proposed = tuple(remedies(spec, target, searched=searched))
@@ -291,10 +291,10 @@ def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
 def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
     """Return where memory is short, and what a plan that may run needs."""
     demand, supply = found.demand, found.target.resources.supply
-    if blocked and found.verdict != "does not fit":
-        return ()
-    if found.verdict == "does not fit":
+    if not found.fits:
         return found.shortages
+    if blocked:
+        return ()
     needed = MemoryNeeded(demand.gpu_bytes, supply.gpu_bytes, node_needs(demand, supply))
     return (*found.shortages, needed)
 

@@ -12,7 +12,7 @@ from math import prod
 from msgspec.structs import replace
 
 from so_tui.model.profile import offloads_inputs, offloads_results, policy_of
-from so_tui.plan.fit import Assessment, assess, best, in_mode
+from so_tui.plan.fit import Assessment, assess, best, changed, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
     AdamCoresChosen,
@@ -154,7 +154,7 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
     if ratio == given_ratio:
         return plain
     as_given = assess(in_mode(chosen.spec, "superoffload", given_ratio), chosen.target)
-    if as_given.verdict == "does not fit":
+    if not as_given.fits:
         return replace(plain, given_ratio=given_ratio, given_shortage=as_given.worst)
     step, before = chosen.step, as_given.step
     if not before or not step or before.total_s < step.total_s:
@@ -277,12 +277,12 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
     speed, checkpoint = target.resources.speed, spec.checkpoint
     if not target.resources.has_gpu or speed is None or step is None:
         return
-    if found.verdict == "does not fit":
+    if not found.fits:
         return
     saving = found
     if not checkpoint.repeats:
-        repeating = replace(checkpoint, every_minutes=_USUAL_MINUTES)
-        saving = assess(replace(spec, checkpoint=repeating), target)
+        repeating = changed(spec, "checkpoint", every_minutes=_USUAL_MINUTES)
+        saving = assess(repeating, target)
     size, copied = saving.disk_bytes, saving.copies.share if saving.copies else 0.0
     write_s = size / DISK_BYTES_PER_S
     copy_s = 2 * size / target.ranks * target.resources.ranks_per_node / speed.node_bytes_per_s
@@ -341,8 +341,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if indexers:
         yield IndexersUntrained(parameters=indexers)
     if deepspeeds and spec.train.gradient_clipping > 0:
-        train = replace(found.spec.train, gradient_clipping=0.0)
-        unclipped = assess(replace(found.spec, train=train), target).step
+        unclipped = assess(changed(found.spec, "train", gradient_clipping=0.0), target).step
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
         yield ClippingWaits(seconds=waits)
     if offload.mode != "gpu" and resources.has_gpu:
@@ -374,7 +373,7 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     the optimizer adds to a step.
     """
     step = found.step
-    if found.verdict == "does not fit" or step is None:
+    if not found.fits or step is None:
         return
     all_hidden_s = step.total_s - step.exposed_optimizer_s
     if not surely_faster(1 / all_hidden_s, 1 / step.total_s):
@@ -399,16 +398,13 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     """Yield the fastest attention backend that is not installed, where it would make steps
     noticeably faster.
     """
-    chosen, step = (
-        attention_of(found.spec, found.target.profile, found.target.resources),
-        found.step,
-    )
+    target, step = found.target, found.step
+    chosen = attention_of(found.spec, target.profile, target.resources)
     absent = [passed for passed in chosen.passed_over if passed.obstacle == "not-installed"]
     if not absent or step is None:
         return
     missing = absent[0].backend
-    model = replace(found.spec.model, attention=missing)
-    other = assess(replace(found.spec, model=model), found.target).step
+    other = assess(changed(found.spec, "model", attention=missing), target).step
     if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(
             backend=missing, used=chosen.backend, step_s=other.total_s, given_step_s=step.total_s
@@ -420,7 +416,7 @@ def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
     has memory.
     """
     smaller, step = best(found.spec, found.target), found.step
-    if found.verdict == "does not fit" or smaller.verdict != "fits":
+    if not found.fits or smaller.verdict != "fits":
         return
     if step and smaller.step and step.total_s - smaller.step.total_s > _NOTICEABLE * step.total_s:
         yield FasterOffload(

@@ -12,7 +12,7 @@ import msgspec
 
 from so_tui.model.profile import offloads_inputs, profile_of
 from so_tui.model.sharding import moments_bytes
-from so_tui.plan.fit import Assessment, Target, assess, best
+from so_tui.plan.fit import Assessment, Target, assess, best, in_mode
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.notes import (
     AdvicePool,
@@ -32,9 +32,12 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
+    Search,
     alternatives,
+    best_settings,
     changes_of,
     compact_states,
+    decided_settings,
     less_speculation,
     memory_savings,
     shorter_sequences,
@@ -69,16 +72,16 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     elif (larger := _fitting_on_more_gpus(spec, target)) is not None:
         yield larger
     else:
-        yield from _fitting_when_shorter(spec, target)
+        yield from _fitting_when_shorter(spec, target, searched=searched)
         yield from _fitting_elsewhere(spec, target)
 
 
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the keys to change with which it fits on the same GPUs."""
     for alternative in less_speculation(spec, "auto"):
-        if assess(alternative, target).verdict != "does not fit":
+        if assess(alternative, target).fits:
             return FitsHere(changes=changes_of(spec, alternative))
-    if (here := best(spec, target)).verdict != "does not fit":
+    if (here := best(spec, target)).fits:
         before, after = spec.offload, here.spec.offload
         changes = [Change("offload.mode", before.mode, after.mode)]
         if after.mode != "gpu":
@@ -86,31 +89,44 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
         return FitsHere(changes=tuple(changes))
     full = with_policy(spec, "full")
     for other in (full, *memory_savings(full)):
-        if _fits(other, target):
-            return FitsHere(changes=changes_of(spec, other))
+        if (found := best(other, target)).fits:
+            return _least_change(spec, target, found, other)
     recomputing = _recomputing(spec)
     if (smaller := _fitting_batch(recomputing, target)) is not None:
-        before_steps, after_steps = (
-            each.gradient_accumulation_steps for each in (spec, smaller.spec)
-        )
-        return FitsHere(
-            changes=(
-                Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch),
-                Change("train.gradient_accumulation", before_steps, after_steps),
-            )
-        )
+        return _least_change(spec, target, smaller)
     # The fewest ranks for each sequence with which it fits, at the smallest micro-batch.
     *_, smallest = recomputing, *smaller_batches(recomputing, exact=True)
     for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
-        if _fits(shared, target):
-            return FitsHere(changes=changes_of(spec, shared))
+        if (found := best(shared, target)).fits:
+            return _least_change(spec, target, found, shared)
     return None
 
 
-def _fits(spec: RunSpec, target: Target) -> bool:
-    return best(spec, target).verdict != "does not fit"
+def _least_change(
+    spec: RunSpec,
+    target: Target,
+    found: Assessment,
+    *proposed: RunSpec,
+    search: Search = decided_settings,
+) -> FitsHere:
+    """Return the fewest keys with which the plan of a spec fits, since it decides the rest itself.
+
+    Args:
+        spec: As the user gave it.
+        target: Where it does not fit.
+        found: What fits there.
+        proposed: What to name if that suffices; by default batch and length, then also ``full``.
+        search: How the plan is made.
+    """
+    alone = msgspec.structs.replace(spec, train=found.spec.train, data=found.spec.data)
+    others = proposed or (alone, with_policy(alone, "full"))
+    moved = (in_mode(other, found.mode, found.spec.offload.ratio) for other in others)
+    for other in (*others, *moved):
+        if search(other, target).best.fits:
+            return FitsHere(changes=changes_of(spec, other))
+    return FitsHere(changes=changes_of(spec, found.spec))
 
 
 def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
@@ -119,7 +135,7 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
     """
     for alternative in compact_states(spec):
         found, states = best(alternative, target), alternative.offload.states
-        if found.verdict != "does not fit":
+        if found.fits:
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
             yield CompactStatesFit(
                 states=states,
@@ -136,14 +152,16 @@ def _recomputing(spec: RunSpec) -> RunSpec:
     return [recomputing, *smaller_activations(recomputing)][-1]
 
 
-def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
+def _fitting_when_shorter(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
-    recomputing = _recomputing(spec)
-    for alternative in shorter_sequences(recomputing):
-        found, moved = best(alternative, target), weights_on_host(alternative)
-        if found.verdict != "does not fit" or any(_fits(other, target) for other in moved):
-            yield FitsHere(changes=changes_of(recomputing, alternative))
-            return
+    for alternative in shorter_sequences(_recomputing(spec)):
+        found = best(alternative, target)
+        moved = (best(other, target) for other in weights_on_host(alternative))
+        for fitting in (found, *moved):
+            if fitting.fits:
+                search = best_settings if searched else decided_settings
+                yield _least_change(spec, target, fitting, search=search)
+                return
         apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
         if apart and found.worst and found.worst.pool != "gpu":
             return  # sequences take no host memory
@@ -167,7 +185,7 @@ def _fits_split(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
     """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does
     where the given one is too large.
     """
-    if _fits(spec, target):
+    if best(spec, target).fits:
         return True, None
     smaller = _fitting_batch(spec, target)
     return (False, None) if smaller is None else (True, smaller.spec.train.micro_batch)
@@ -238,7 +256,7 @@ _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
 
 
-def _memory_advice(
+def memory_advice(
     spec: RunSpec, pool: AdvicePool, given: GivenMemory = NOTHING_KNOWN
 ) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
@@ -277,16 +295,6 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
     if (size := optional.second_states_bytes) and spec.offload.speculation == "auto":
         off = Change("offload.speculation", "auto", "off")
         yield MemorySaving(changes=(off,), saves_bytes=size)
-
-
-def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``_memory_advice`` in words for a run that ran out of GPU memory."""
-    return _memory_advice(spec, "gpu", given).message
-
-
-def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``_memory_advice`` in words for a run that ran out of host memory."""
-    return _memory_advice(spec, "node", given).message
 
 
 def _bytes(spec: RunSpec, pool: AdvicePool, given: GivenMemory) -> int:

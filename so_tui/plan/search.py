@@ -34,10 +34,11 @@ from so_tui.plan.fit import (
     Target,
     assess,
     best,
+    changed,
     in_mode,
     mode_without_gpu,
 )
-from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps, Value
+from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps
 from so_tui.plan.plan import Verdict
 from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
@@ -105,7 +106,7 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
             yield in_mode(spec, "superoffload")
         elif offload.ratio < 1:
             larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
-            yield _with(spec, "offload", ratio=larger)
+            yield changed(spec, "offload", ratio=larger)
         yield from smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
         yield from islice(more_sharing(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
@@ -113,10 +114,10 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
         yield from less_speculation(spec, "off")
         if offload.mode != "gpu" and offload.ratio > 0:
             smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
-            yield _with(spec, "offload", ratio=smaller)
+            yield changed(spec, "offload", ratio=smaller)
         if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
             # The sum of gradients over several micro-batches is stored on the host.
-            yield _with(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+            yield changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
@@ -129,10 +130,10 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
     while size > 1 and not (exact and size % 2):
         size //= 2
         if train.tokens_per_step:  # accumulation follows from the target
-            yield _with(spec, "train", micro_batch=size)
+            yield changed(spec, "train", micro_batch=size)
         else:
             accumulation *= 2
-            yield _with(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+            yield changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
 
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
@@ -156,7 +157,7 @@ def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
         return spec
     if not train.tokens_per_step:
         accumulation = train.micro_batch * accumulation // micro_batch
-    return _with(spec, "train", micro_batch=micro_batch, gradient_accumulation=accumulation)
+    return changed(spec, "train", micro_batch=micro_batch, gradient_accumulation=accumulation)
 
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
@@ -166,7 +167,7 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
         return spec
     if offload == "attention" and policy != "attention":
         offload = "auto"  # nothing is left to offload
-    return _with(spec, "model", activation_checkpointing=policy, activation_offload=offload)
+    return changed(spec, "model", activation_checkpointing=policy, activation_offload=offload)
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
@@ -192,7 +193,7 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     hosts: list[dict[str, str]] = [{"activation_offload": way} for way in ways]
     for values in (tiles, *hosts, *(tiles | host for host in hosts if tiles)):
         if values:
-            yield _with(spec, "model", **values)
+            yield changed(spec, "model", **values)
 
 
 def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
@@ -209,7 +210,7 @@ def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
     ways = _ON_HOST if given == "auto" else (given,)
     keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
     tiles = ("on",) if _can_tile(spec, keeping) else ()
-    weights = _with(spec, "offload", parameters=found.offload.parameters)
+    weights = changed(spec, "offload", parameters=found.offload.parameters)
     for tiled in (keeping.tiled_mlp, *tiles):
         for way in ways:
             yield replace(weights, model=replace(keeping, activation_offload=way, tiled_mlp=tiled))
@@ -222,7 +223,7 @@ def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     can = offload.engine == "so-tui" or offload.mode == "zerooffload"
     if offload.parameters == "auto" and can:
-        yield _with(spec, "offload", parameters="cpu")
+        yield changed(spec, "offload", parameters="cpu")
 
 
 def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
@@ -239,7 +240,7 @@ def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator
     whatever the host has.
     """
     if can_speculate(spec) and spec.offload.speculation == "on":
-        yield _with(spec, "offload", speculation=instead)
+        yield changed(spec, "offload", speculation=instead)
 
 
 def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
@@ -247,19 +248,15 @@ def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
         for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
-            yield _with(spec, "offload", states=states)
+            yield changed(spec, "offload", states=states)
 
 
 def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
-        yield _with(spec, "data", sequence_length=length)
+        yield changed(spec, "data", sequence_length=length)
         length //= 2
-
-
-def _with(spec: RunSpec, section: str, **values: Value) -> RunSpec:
-    return replace(spec, **{section: replace(getattr(spec, section), **values)})
 
 
 # The offload ratio at which settings that fit are the fastest. Pure.
@@ -347,7 +344,7 @@ class _Found(NamedTuple):
     """Where the spec left its mode open."""
 
 
-_Search = Callable[[RunSpec, Target], _Found]
+Search = Callable[[RunSpec, Target], _Found]
 
 
 def best_settings(spec: RunSpec, target: Target) -> _Found:
@@ -374,7 +371,7 @@ def _order(found: _Found) -> int:
     return _ORDER[found.best.verdict]
 
 
-def _with_savings(search: _Search, spec: RunSpec, target: Target) -> _Found:
+def _with_savings(search: Search, spec: RunSpec, target: Target) -> _Found:
     """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the
     host, weights there, or several of these.
 
@@ -393,7 +390,7 @@ def _with_savings(search: _Search, spec: RunSpec, target: Target) -> _Found:
     return _or_results_on_host(search, spec, target, found)
 
 
-def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _Found) -> _Found:
+def _or_results_on_host(search: Search, spec: RunSpec, target: Target, found: _Found) -> _Found:
     """Return what was found, or what is found with attention's results on the host, where that is
     faster.
 
@@ -435,7 +432,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
             return decide(on_gpu, "fits-on-gpu")
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
-    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
+    if on_gpu.verdict == "tight" and not offloaded.fits:
         ratio = spec.offload.ratio
         return decide(on_gpu, "offload-does-not-fit", ratio=ratio, shortage=offloaded.worst)
     return decide(offloaded, "gpu-does-not-fit", shortage=on_gpu.worst)
@@ -460,7 +457,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
         variant("full", size).best
         for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))
     ]
-    nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
+    nothing_fits = not any(found.fits for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
         return _Found(tried[0], tuple(tried))
@@ -476,7 +473,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
             tried.append(offloaded)
             if any(short.fatal and short.pool == "gpu" for short in offloaded.shortages):
                 break  # nor would a larger micro-batch
-    if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
+    if "full" in policies(spec, target) or not any(found.fits for found in tried):
         tried += least_memory
     tried.sort(key=_merit)
     return _Found(_simplest(spec, tried), tuple(tried))
@@ -519,7 +516,7 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
         return spec
     found = []
     for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
-        varied = _with(spec, "offload", cpu_adam_cores_fraction=fraction)
+        varied = changed(spec, "offload", cpu_adam_cores_fraction=fraction)
         step = chosen.step_with(target.on(varied), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
@@ -561,7 +558,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     if given.train.tokens_per_step:
         key = "tokens_per_step"
     value = _LARGER * getattr(given.train, key)
-    larger = best_settings(_with(given, "train", **{key: value}), chosen.target).best
+    larger = best_settings(changed(given, "train", **{key: value}), chosen.target).best
     if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
     accumulated = larger.spec.gradient_accumulation_steps

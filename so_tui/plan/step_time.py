@@ -24,7 +24,7 @@ from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.plan.rates import Speed, StepConstants, constants
 from so_tui.plan.resources import exchanged_bytes
-from so_tui.plan.terms import MemoryTerm, term
+from so_tui.plan.terms import MemoryTerm, sized
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 from so_tui.spec.run_spec import RunSpec
@@ -576,15 +576,8 @@ class SecondStates(Struct, frozen=True):
 
     @property
     def term(self) -> MemoryTerm:
-        return term(
-            "second-states",
-            "node",
-            int(self.parameter_bytes * self.numel),
-            "exact",
-            "{} B x {} (a second set of states and weights)",
-            f"{self.parameter_bytes:g}",
-            self.numel,
-        )
+        note = " (a second set of states and weights)"
+        return sized("second-states", "node", "exact", self.parameter_bytes, self.numel, note)
 
 
 def second_states_bytes(spec: RunSpec) -> float:

@@ -205,3 +205,18 @@ def term(
 ) -> MemoryTerm:
     """Return a term with a ``Formula`` of this text and these values."""
     return MemoryTerm(kind, location, size, confidence, Formula(formula, values), rank, phase)
+
+
+def sized(
+    kind: TermKind,
+    location: Location,
+    confidence: Confidence,
+    each: float,
+    numel: int,
+    note: str = "",
+    *,
+    phase: Phase | None = None,
+) -> MemoryTerm:
+    """Return a term of ``each`` bytes for so many elements, with a note on what they are."""
+    formula = f"{each:g} B x {{}}{note}"
+    return term(kind, location, int(each * numel), confidence, formula, numel, phase=phase)

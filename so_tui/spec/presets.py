@@ -204,25 +204,23 @@ class _Source(Struct, frozen=True):
     tree: Tree
 
 
-def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
-    """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder
-    that does not exist has none.
+def _preset_files(folder: Path) -> list[Path]:
+    """Return the preset files of a folder, sorted; none of one that does not exist. Raises
+    InputError if it cannot be read.
     """
     try:
-        return sorted(path for path in folder.iterdir() if path.name.endswith(".toml")), []
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".toml"))
     except (FileNotFoundError, NotADirectoryError):
-        return [], []
+        return []
     except OSError as error:
-        return [], [
-            Problem(
-                "unreadable",
-                "presets",
-                "",
-                f"cannot be read ({error.strerror}), so your own presets are left out",
-                "Check its rights and those of the folders above it.",
-                file=str(folder),
-            )
-        ]
+        raise reject(
+            "unreadable",
+            "presets",
+            "",
+            f"cannot be read ({error.strerror}), so your own presets are left out",
+            "Check its rights and those of the folders above it.",
+            file=str(folder),
+        ) from None
 
 
 def _read_source(path: Path, origin: Origin) -> _Source:
@@ -320,8 +318,11 @@ def load_catalog() -> Catalog:
         (user_folder(), "user"),
     )
     for folder, origin in folders:
-        paths, unreadable = _preset_files(folder)
-        problems += unreadable
+        try:
+            paths = _preset_files(folder)
+        except InputError as error:
+            problems += error.problems
+            continue
         for path in paths:
             try:
                 source = _read_source(path, origin)

@@ -17,23 +17,25 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every section: immutable, and unknown keys are errors."""
 
 
+# Types of several keys: their ranges and units.
+
+
+_Steps = Annotated[int, Meta(ge=0, extra={"unit": "optimizer steps"})]
+_Text = Annotated[str, Meta(min_length=1)]
+_BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Gib = Annotated[float, Meta(ge=0, le=1e6, extra={"unit": "GiB"})]
+_Account = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_.@-]*\Z")]
+
+
 # ``[benchmark]``: which steps a measurement counts.
 
 
 class BenchmarkSpec(_Section, frozen=True):
-    warmup_steps: Annotated[
-        int,
-        Meta(
-            ge=0, description="Steps excluded from the summary.", extra={"unit": "optimizer steps"}
-        ),
-    ] = 0
+    warmup_steps: Annotated[_Steps, Meta(description="Steps excluded from the summary.")] = 0
     measured_steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Steps in the summary, after which the run ends; 0 for a normal run.",
-            extra={"unit": "optimizer steps"},
-        ),
+        _Steps,
+        Meta(description="Steps in the summary, after which the run ends; 0 for a normal run."),
     ] = 0
 
 
@@ -42,12 +44,7 @@ class BenchmarkSpec(_Section, frozen=True):
 
 class CheckpointSpec(_Section, frozen=True):
     every_steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Steps between checkpoints; 0 disables saving by steps.",
-            extra={"unit": "optimizer steps"},
-        ),
+        _Steps, Meta(description="Steps between checkpoints; 0 disables saving by steps.")
     ] = 0
     every_minutes: Annotated[
         float,
@@ -69,14 +66,9 @@ class CheckpointSpec(_Section, frozen=True):
         ),
     ] = True
     copies_gib: Annotated[
-        float,
+        _Gib,
         Meta(
-            ge=0,
-            le=1e6,
-            description=(
-                "Most host memory per rank for the copies of `background`; 0 sets no limit."
-            ),
-            extra={"unit": "GiB"},
+            description="Most host memory per rank for the copies of `background`; 0 sets no limit."
         ),
     ] = 0.0
     at_end: Annotated[
@@ -119,7 +111,7 @@ LossOn = Literal["assistant", "last-turn", "all"]
 class DataSource(_Section, frozen=True):
     """One source of a mixture. Absent values are those of the section."""
 
-    source: Annotated[str, Meta(min_length=1, description="Hub id, file or folder.")]
+    source: Annotated[_Text, Meta(description="Hub id, file or folder.")]
     weight: Annotated[
         float, Meta(gt=0, description="Relative share of this source's rows in the mixture.")
     ] = 1.0
@@ -147,12 +139,11 @@ class DataSpec(_Section, frozen=True):
         ),
     ] = ""
     split: Annotated[
-        str,
+        _Text,
         Meta(
-            min_length=1,
             description=(
                 "Split of the data set, with the slice syntax of `datasets` (`train[:10%]`)."
-            ),
+            )
         ),
     ] = "train"
     format: Annotated[
@@ -299,7 +290,7 @@ Attention = Literal[
 
 
 class ModelSpec(_Section, frozen=True):
-    id: Annotated[str, Meta(min_length=1, description="Hub id or local folder of the model.")]
+    id: Annotated[_Text, Meta(description="Hub id or local folder of the model.")]
     revision: Annotated[str, Meta(description="Branch, tag or commit on the hub.")] = "main"
     weights: Annotated[
         Literal["pretrained", "random"],
@@ -476,12 +467,8 @@ class OffloadSpec(_Section, frozen=True):
         ),
     ] = "so-tui"
     ratio: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Share of the optimizer states in host memory, in both offload modes.",
-        ),
+        _Share,
+        Meta(description="Share of the optimizer states in host memory, in both offload modes."),
     ] = 0.9
     cpu_adam_cores_fraction: Annotated[
         float,
@@ -525,13 +512,7 @@ class OffloadSpec(_Section, frozen=True):
         ),
     ] = "auto"
     speculation_gib: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1e6,
-            description="Most host memory per rank for `speculation`; 0 sets no limit.",
-            extra={"unit": "GiB"},
-        ),
+        _Gib, Meta(description="Most host memory per rank for `speculation`; 0 sets no limit.")
     ] = 0.0
     parameters: Annotated[
         Literal["auto", "none", "cpu"],
@@ -560,12 +541,7 @@ class PromptsSpec(_Section, frozen=True):
         ),
     ] = ()
     every_steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Steps between answers to `texts`; 0 asks only at both ends.",
-            extra={"unit": "optimizer steps"},
-        ),
+        _Steps, Meta(description="Steps between answers to `texts`; 0 asks only at both ends.")
     ] = 0
     max_tokens: Annotated[
         int,
@@ -596,13 +572,8 @@ class SlurmSpec(_Section, frozen=True):
             description="Partition to run on; if empty, the run starts on this machine.",
         ),
     ] = ""
-    account: Annotated[
-        str,
-        Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Account that is charged."),
-    ] = ""
-    qos: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Quality of service.")
-    ] = ""
+    account: Annotated[_Account, Meta(description="Account that is charged.")] = ""
+    qos: Annotated[_Account, Meta(description="Quality of service.")] = ""
     time_limit: Annotated[
         str,
         Meta(
@@ -674,9 +645,7 @@ class TrackingSpec(_Section, frozen=True):
             )
         ),
     ] = False
-    project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = (
-        "so-tui"
-    )
+    project: Annotated[_Text, Meta(description="Project on Weights & Biases.")] = "so-tui"
 
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
@@ -727,12 +696,7 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = 1
     steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Length of the run; set one of `steps`, `epochs` and `tokens`.",
-            extra={"unit": "optimizer steps"},
-        ),
+        _Steps, Meta(description="Length of the run; set one of `steps`, `epochs` and `tokens`.")
     ] = 0
     epochs: Annotated[
         float,
@@ -749,14 +713,12 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = 0
     evaluate_every_steps: Annotated[
-        int,
+        _Steps,
         Meta(
-            ge=0,
             description=(
                 "Steps between evaluations, if `data` defines evaluation data; 0 evaluates only at "
                 "the end. Pretrained weights are evaluated before the first step as well."
-            ),
-            extra={"unit": "optimizer steps"},
+            )
         ),
     ] = 0
     learning_rate: Annotated[
@@ -772,12 +734,8 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = "cosine"
     warmup_ratio: Annotated[
-        float,
-        Meta(
-            ge=0,
-            lt=1,
-            description="Share of the steps during which the learning rate rises from 0.",
-        ),
+        _BelowOne,
+        Meta(description="Share of the steps during which the learning rate rises from 0."),
     ] = 0.05
     decay_ratio: Annotated[
         float,
@@ -788,29 +746,19 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = 0.1
     min_learning_rate_ratio: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Final learning rate of decaying schedules, as a share of the peak.",
-        ),
+        _Share,
+        Meta(description="Final learning rate of decaying schedules, as a share of the peak."),
     ] = 0.0
     weight_decay: Annotated[
-        float,
+        _BelowOne,
         Meta(
-            ge=0,
-            lt=1,
             description=(
                 "AdamW weight decay; not applied to norms, biases and sparse attention's indexers."
-            ),
+            )
         ),
     ] = 0.01
-    beta1: Annotated[
-        float, Meta(ge=0, lt=1, description="AdamW decay rate of the first moment.")
-    ] = 0.9
-    beta2: Annotated[
-        float, Meta(ge=0, lt=1, description="AdamW decay rate of the second moment.")
-    ] = 0.999
+    beta1: Annotated[_BelowOne, Meta(description="AdamW decay rate of the first moment.")] = 0.9
+    beta2: Annotated[_BelowOne, Meta(description="AdamW decay rate of the second moment.")] = 0.999
     epsilon: Annotated[
         float,
         Meta(
@@ -830,26 +778,22 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = 1.0
     router_loss_coefficient: Annotated[
-        float,
+        _Share,
         Meta(
-            ge=0,
-            le=1,
             description=(
                 "Weight of the load-balancing loss in mixture-of-experts models (pre-training "
                 "typically uses 0.001); 0 disables it."
-            ),
+            )
         ),
     ] = 0.0
     max_skipped_steps: Annotated[
-        int,
+        _Steps,
         Meta(
-            ge=0,
             description=(
                 "Steps in a row that are skipped because their gradients are not finite; one more "
                 "ends the run. Needs gradient clipping and so-tui's engine; other runs end at the "
                 "first."
-            ),
-            extra={"unit": "optimizer steps"},
+            )
         ),
     ] = 3
     log_interval: Annotated[

@@ -157,8 +157,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    for advice in ("less_gpu_memory", "less_host_memory"):
-        monkeypatch.setattr(remedies, advice, failing(ZeroDivisionError(), asked))
+    monkeypatch.setattr(remedies, "memory_advice", failing(ZeroDivisionError(), asked))
     assert supervisor_of(run)._finish(replace(RANK_LOST, code=code)) == 1
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)

@@ -8,9 +8,8 @@ import pytest
 
 from so_tui.machine.types import Machine
 from so_tui.plan.notes import CheckpointInterval
-from so_tui.plan.planner import make_plan
 from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, _best_interval_s
-from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, spec_of
+from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, planned
 
 DAY = 86_400.0
 
@@ -29,15 +28,11 @@ def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float
     best = expected_s(_best_interval_s(cost_s, failure_s), cost_s, failure_s)
     others = (expected_s(failure_s * 1.02**power, cost_s, failure_s) for power in range(-600, 100))
     assert best <= min(others) * 1.001
-
-
-def test_costly_checkpoint_is_saved_once_in_a_failure() -> None:
-    assert _best_interval_s(3 * DAY, DAY) == DAY
+    assert _best_interval_s(3 * failure_s, failure_s) == failure_s, "once in a failure"
 
 
 def interval_of(machine: Machine, **changes: str) -> CheckpointInterval:
-    plan = make_plan(spec_of("llama-3.1-8b", **changes), machine)
-    return only(plan.reasons, CheckpointInterval)
+    return only(planned("llama-3.1-8b", machine, **changes).reasons, CheckpointInterval)
 
 
 def test_more_gpus_fail_more_often() -> None:
@@ -66,15 +61,17 @@ def test_the_settings_own_interval_is_compared() -> None:
         interval_of(BIG, slurm__partition="gh", **changes)
         for changes in ({}, {"checkpoint__every_minutes": "30"}, {"checkpoint__every_steps": "100"})
     )
-    assert (none.given_minutes, minutes.given_minutes) == (None, 30)
-    assert steps.given_minutes is not None
-    assert "checkpoint.every_minutes" in none.message
-    assert "checkpoint.every_minutes" not in steps.message
+    assert (none.given_minutes, minutes.given_minutes, bool(steps.given_minutes)) == (
+        None,
+        30,
+        True,
+    )
+    told = ["checkpoint.every_minutes" in fact.message for fact in (none, steps)]
+    assert told == [True, False]
 
 
-def test_a_short_run_needs_no_advice() -> None:
-    for spec, machine in (
-        (spec_of("tiny"), BIG),
-        (spec_of("tiny", slurm__partition="gh"), CPU_ONLY),
-    ):
-        assert facts_of(make_plan(spec, machine).reasons, CheckpointInterval) == []
+@pytest.mark.parametrize(
+    ("machine", "changes"), [(BIG, {}), (CPU_ONLY, {"slurm__partition": "gh"})]
+)
+def test_a_short_run_needs_no_advice(machine: Machine, changes: dict[str, str]) -> None:
+    assert not facts_of(planned("tiny", machine, **changes).reasons, CheckpointInterval)

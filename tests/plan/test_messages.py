@@ -12,34 +12,23 @@ from so_tui.plan.notes import (
     AnyFact,
     Change,
     Fact,
-    FasterRatio,
     NextBest,
     Note,
     RemoteCode,
-    Shortage,
     TooFewGpus,
 )
 from so_tui.plan.plan import Plan
-from so_tui.plan.planner import recommend
-from so_tui.plan.rates import Calibrated, SpeedSource
-from so_tui.plan.show import _speed_source_text, plan_tree
+from so_tui.plan.show import plan_tree
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
-from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
-from tests.support.planning import QUAD, spec_of
+from tests.support.planning import QUAD, recommended
 
 GIB = 2**30
-SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fatal=True)
 
 
 @pytest.mark.parametrize(
     ("fact", "text"),
     [
-        (SHORT, "each of host nodes 0, 1 needs 200 GiB, has 111 GiB"),
-        (
-            Shortage(pool="gpu", needs=90 * GIB, has=95 * GIB, fatal=False),
-            "each GPU needs 90.0 GiB of 95.0 GiB: little is left for what is not predicted exactly",
-        ),
         (
             NextBest(
                 mode="superoffload",
@@ -58,20 +47,6 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             ),
         ),
         (
-            FasterRatio(
-                ratio=0.9,
-                step_s=3.62,
-                smallest_ratio=0.7,
-                smallest_step_s=3.66,
-                alike=True,
-                more_gpu_bytes=24 * GIB,
-            ),
-            (
-                "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of "
-                "3.66 s), and leaves 24.0 GiB more of each GPU"
-            ),
-        ),
-        (
             RemoteCode(model="/models/a\x1bb", revision=""),
             (
                 "model.trust_remote_code is on: Python code of the folder /models/a\\x1bb runs "
@@ -84,35 +59,34 @@ def test_words(fact: Fact, text: str) -> None:
     assert fact.message == text
 
 
+VALUES: dict[str, object] = {
+    "problems": (Problem(code="c", field="gpus", value="", message="m", remedy="r"),),
+    "changes": (Change("a.b", 1, 2),),
+    "policy": "full",
+    "mode": "gpu",
+    "why": "no-gpu",
+    "pool": "gpu",
+    "hosts": (),
+    "savings": (),
+    "obstacle": "head-size",
+    "mixing": ("linear_attention",),
+    "asked": (1,),
+    "present": (0,),
+    "model": "org/model",
+    "revision": "main",
+    "network": Network(gbit_per_s=200, source=""),
+    "states": "bf16-moments",
+}
+
+
 def test_every_fact_has_a_code_of_its_own_and_words() -> None:
     kinds = get_args(AnyFact)
     codes = [kind.__struct_config__.tag for kind in kinds]
     assert len(set(codes)) == len(kinds) > 30
     assert codes[kinds.index(TooFewGpus)] == "too-few-gpus"
-    values: dict[str, object] = {
-        "problems": (Problem(code="c", field="gpus", value="", message="m", remedy="r"),),
-        "changes": (Change("a.b", 1, 2),),
-        "policy": "full",
-        "mode": "gpu",
-        "why": "no-gpu",
-        "pool": "gpu",
-        "hosts": (),
-        "savings": (),
-        "obstacle": "head-size",
-        "mixing": ("linear_attention",),
-        "asked": (1,),
-        "present": (0,),
-        "model": "org/model",
-        "revision": "main",
-        "network": Network(gbit_per_s=200, source=""),
-        "states": "bf16-moments",
-    }
     for kind in kinds:
-        given = {
-            field.name: values.get(field.name, 1)
-            for field in msgspec.structs.fields(kind)
-            if field.required
-        }
+        required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+        given = {name: VALUES.get(name, 1) for name in required}
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
         assert kind(**given).message or kind is Note, kind
@@ -123,29 +97,14 @@ def test_every_term_has_a_name() -> None:
     assert str(Formula("{} B x {} ({:.1%})", (4, 14_000_000, 0.05))) == "4 B x 14.00 M (5.0%)"
 
 
-def test_the_source_of_a_prediction() -> None:
-    source = SpeedSource(
-        calibrated=Calibrated(date="2026-11-21T10:00:00+00:00", host="node7"),
-        published="published for GH200",
-        workload=Workload(attended_tokens=200.0, trained_share=0.5),
-        probed=True,
-    )
-    assert _speed_source_text(source, "superoffload") == (
-        "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for "
-        "GH200; for documents of 200 tokens, 50% of all trained, as measured on this data; "
-        "corrected by a probe of this model here"
-    )
-
-
 def test_facts_are_beside_their_texts_in_json() -> None:
-    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    plan = recommended("llama-3.3-70b", QUAD, gpus="4")
     tree = plan_tree(plan)
-    assert [fact["message"] for fact in tree["facts"] if fact["role"] != "warning"] == list(
-        tree["reasons"]
-    )
-    assert [fact["message"] for fact in tree["facts"] if fact["role"] == "remedy"] == list(
-        tree["remedies"]
-    )
+    texts = {
+        roles: tuple(fact["message"] for fact in tree["facts"] if fact["role"] in roles)
+        for roles in (("reason", "remedy"), ("remedy",))
+    }
+    assert tuple(texts.values()) == (tree["reasons"], tree["remedies"])
     first = tree["facts"][0]
     assert (first["code"], first["pool"], first["fatal"]) == ("shortage", "node", True)
     assert tree["shortage"]["place"] == "host node 0"

@@ -12,11 +12,9 @@ from so_tui.machine import load_machine
 from so_tui.machine.known import named_machine
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.notes import AutoMode, DeepSpeedNvidiaOnly, NeverRun, OneMemory
-from so_tui.plan.plan import Plan
-from so_tui.plan.planner import make_plan
 from so_tui.plan.resources import usable_bytes
 from so_tui.units import GIB
-from tests.support.planning import bytes_at, facts_of, only, spec_of
+from tests.support.planning import bytes_at, bytes_of, facts_of, only, planned, spec_of
 from tests.support.sysroots import QUAD_MI300A, build_sysroot
 
 APUS = named_machine("mi300a-4")
@@ -28,90 +26,67 @@ PLAIN = {
     "checkpoint__background": "false",
 }
 """One GPU, and nothing that takes whatever memory is left."""
-
-
-def state_bytes(plan: Plan) -> dict[str, int]:
-    return {
-        term.kind: term.bytes
-        for term in plan.breakdown
-        if term.kind in ("weights", "master-weights", "moments")
-    }
+OFFLOADED = {"gpus": "1", "offload__mode": "superoffload", "offload__ratio": "1.0"}
 
 
 @pytest.mark.parametrize("mode", ["gpu", "superoffload"])
 def test_states_count_once_and_all_memory_is_that_of_the_nodes(mode: str) -> None:
-    spec = spec_of("qwen3-4b-random", offload__mode=mode, offload__ratio="1.0", **PLAIN)
-    plan, apart = make_plan(spec, APUS), make_plan(spec, APART)
+    given = PLAIN | {"offload__mode": mode, "offload__ratio": "1.0"}
+    plan, apart = (planned("qwen3-4b-random", machine, **given) for machine in (APUS, APART))
     assert (plan.one_memory, apart.one_memory) == (True, False)
     assert plan.gpu_bytes == 0 == bytes_at(plan, "gpu")
     assert plan.host_bytes_per_node == {0: bytes_at(plan, "node")}
     assert plan.host_capacity_bytes_per_node[0] == usable_bytes(128 * GIB)
-    states, parameters = state_bytes(plan), spec.model.parameter_count
-    assert states == state_bytes(apart)  # each of them once, as where the memories are two
-    assert sum(states.values()) == pytest.approx(14 * parameters, rel=1e-3)
+    # Each of the states once, as where the memories are two.
+    states = [
+        [bytes_of(one, kind) for kind in ("weights", "master-weights", "moments")]
+        for one in (plan, apart)
+    ]
+    assert states[0] == states[1]
+    assert sum(states[0]) == pytest.approx(14 * plan.spec.model.parameter_count, rel=1e-3)
     # What was on either side is in the one memory. Loading needs nothing beside it: what comes
     # later is larger.
-    loading = sum(term.bytes for term in apart.breakdown if term.kind == "loading")
-    assert bytes_at(plan, "node") == bytes_at(apart, "gpu") + bytes_at(apart, "node") - loading
+    sides = bytes_at(apart, "gpu") + bytes_at(apart, "node")
+    assert bytes_at(plan, "node") == sides - bytes_of(apart, "loading")
 
 
 def test_what_needs_both_sides_of_a_memory_does_not_fit() -> None:
     """8 billion parameters need 128 GiB: less on each side of a superchip than it has, and more
-    than one APU has.
+    than one APU has, unless their states are compact.
     """
-    spec = spec_of("llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="1.0")
-    plan = make_plan(spec, APUS)
+    plan = planned("llama-3.1-8b", APUS, **OFFLOADED)
     assert plan.verdict == "does not fit"
     assert plan.shortage is not None
     assert plan.shortage.pool == "node"
-    assert make_plan(spec_of("llama-3.1-8b", gpus="2"), APUS).fits
+    assert planned("llama-3.1-8b", APUS, gpus="2").fits
+    assert planned("llama-3.1-8b", APUS, offload__states="int8-moments", **OFFLOADED).fits
 
 
-def test_offloading_frees_nothing() -> None:
+def test_offloading_frees_nothing_and_copies_cost_what_memory_costs() -> None:
     spec = spec_of("qwen3-4b-random", **PLAIN)
     target = target_of(spec, APUS)
     on_gpu, offloaded = (
-        assess(in_mode(spec, "gpu"), target),
-        assess(in_mode(spec, "superoffload", 1.0), target),
+        assess(in_mode(spec, mode, 1.0), target).demand.node_bytes[0]
+        for mode in ("gpu", "superoffload")
     )
-    assert offloaded.demand.node_bytes[0] == pytest.approx(on_gpu.demand.node_bytes[0], rel=0.1)
-    plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="auto"), APUS)
+    assert offloaded == pytest.approx(on_gpu, rel=0.1)
+    plan = planned("qwen3-4b-random", APUS, gpus="1", offload__mode="auto")
     only(plan.reasons, OneMemory)
-    assert (plan.mode, only(plan.reasons, AutoMode).why) == (
-        "gpu",
-        "fits-on-gpu",
-    )  # offloading would gain little without it
-
-
-def test_a_copy_costs_what_the_memory_costs() -> None:
-    speed = target_of(spec_of("tiny", gpus="1"), APUS).resources.speed
+    # Offloading would gain little without it.
+    assert (plan.mode, only(plan.reasons, AutoMode).why) == ("gpu", "fits-on-gpu")
+    speed = target.resources.speed
     assert speed is not None
-    assert (
-        speed.d2h_bytes_per_s == speed.h2d_bytes_per_s == speed.hbm_bytes_per_s / 2
-    )  # it reads and writes the same memory
-
-
-def test_compact_states_help_where_states_are_all_that_is_large() -> None:
-    spec = spec_of(
-        "llama-3.1-8b",
-        gpus="1",
-        offload__states="int8-moments",
-        offload__mode="superoffload",
-        offload__ratio="1.0",
-    )
-    assert make_plan(spec, APUS).fits
+    # A copy reads and writes the same memory.
+    assert speed.d2h_bytes_per_s == speed.h2d_bytes_per_s == speed.hbm_bytes_per_s / 2
 
 
 def test_plans_say_that_nothing_was_run() -> None:
-    plan = make_plan(spec_of("tiny", gpus="1"), APUS)
+    plan = planned("tiny", APUS, gpus="1")
     assert only(plan.warnings, NeverRun).name == "AMD Instinct MI300A"
-    assert plan.never_run
-    assert not make_plan(spec_of("tiny", gpus="1"), APART).never_run
+    assert (plan.never_run, planned("tiny", APART, gpus="1").never_run) == (True, False)
     assert not facts_of(plan.warnings, DeepSpeedNvidiaOnly)
-    theirs = make_plan(
-        spec_of("tiny", gpus="1", offload__engine="deepspeed", offload__mode="superoffload"), APUS
-    )
-    only(theirs.warnings, DeepSpeedNvidiaOnly)
+    theirs = planned("tiny", APUS, offload__engine="deepspeed", **OFFLOADED)
+    assert facts_of(theirs.warnings, DeepSpeedNvidiaOnly)
 
 
 def test_system_files_to_binding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,11 +100,11 @@ def test_system_files_to_binding(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (plan,) = json.loads(capsys.readouterr().out)["plans"]
         assert (plan["fits"], plan["one_memory"], plan["mode"]) == (True, True, "gpu")
         assert "never-run" in [fact["code"] for fact in plan["facts"]]
-        assert [
+        ranks = [
             (rank["gpu"], rank["numa_node"], rank["memory_policy"]["nodes"])
             for rank in plan["binding"]
-        ] == [(index, index, [index]) for index in range(4)]
-    assert main(["plan", "qwen3-14b", "--gpus", "4", "--machine", "mi300a-4"]) == 0
-    assert "planned, never run" in capsys.readouterr().out
-    assert main(["plan", "--machine", "mi300a-4"]) == 0
-    assert "never run" in capsys.readouterr().out
+        ]
+        assert ranks == [(index, index, [index]) for index in range(4)]
+    for preset in (["qwen3-14b", "--gpus", "4"], []):
+        assert main(["plan", *preset, "--machine", "mi300a-4"]) == 0
+        assert "planned, never run" in capsys.readouterr().out.lower()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -38,59 +37,59 @@ from so_tui.plan.show import command_of, plans_json
 from so_tui.plan.workload import Seen, Workload, _path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86
-from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, source_of, spec_of
+from tests.support.planning import (
+    BIG,
+    CATALOG,
+    H200,
+    QUAD,
+    facts_of,
+    only,
+    planned,
+    recommended,
+    source_of,
+    spec_of,
+)
 
+H100 = x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)
 FOUR_H100 = x86(
     "NVIDIA H100 80GB HBM3", gpu_mib=81_559, memory_mib=512 * 1024, gpu_count=4, cores=112
 )
+EVERY_PRESET = pytest.mark.parametrize("name", list(CATALOG.presets))
+DATA = Workload(attended_tokens=200.0, trained_share=0.5)
+
+
+def rate_of(plan: Plan) -> float:
+    return plan.useful_tokens_per_s_total or 0.0
+
+
+def figures_of(plan: Plan) -> tuple[int, float | None, int]:
+    return plan.gpu_bytes, plan.step_s, plan.tokens_per_step
+
+
+def at_ratio(plan: Plan, machine: Machine, ratio: float, **changes: str) -> Plan:
+    """Return the settings of a plan at another ratio, with second states as there is room."""
+    changed = {"offload.speculation": "auto", "offload.speculation_gib": "0"} | changes
+    changed |= {"offload.parameters": "none", "offload.ratio": f"{ratio:.2f}"}
+    return make_plan(with_values(plan.spec, changed), machine)
 
 
 def test_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     """Or a larger one that is faster, because Adam on the host is hidden."""
-    plan = recommend(spec_of("qwen3-14b"), BIG, 1)
-    assert plan.verdict == "fits"
+    plan = recommended("qwen3-14b", BIG)
     faster = only(plan.reasons, FasterRatio)
     assert (faster.ratio, faster.step_s) == (plan.ratio, plan.step_s)
     assert faster.step_s < faster.smallest_step_s
-    stays = {"offload.parameters": "none", "model.activation_offload": "off"}
+    stays = {"model.activation_offload": "off"}
     smallest, less = (
-        make_plan(
-            with_values(
-                plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"} | stays
-            ),
-            BIG,
-        )
+        at_ratio(plan, BIG, ratio, **stays).verdict
         for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
     )
-    assert smallest.verdict == "fits"
-    assert less.verdict != "fits"
-    held_back = recommend(
-        spec_of("qwen3-14b", offload__speculation="off", model__activation_offload="off"), BIG, 1
+    assert (plan.verdict, smallest) == ("fits", "fits")
+    assert less != "fits"
+    held_back = recommended(
+        "qwen3-14b", BIG, offload__speculation="off", model__activation_offload="off"
     )
     assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
-    given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
-    assert (plan.step_s or 0) <= (given.step_s or 0)
-
-
-def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
-    """Return the steps of a plan's settings at all ratios at which they fit."""
-    changes = {
-        "offload.speculation": "auto",
-        "offload.speculation_gib": "0",
-        "offload.parameters": "none",
-    }
-    found = (
-        (
-            ratio,
-            make_plan(with_values(plan.spec, changes | {"offload.ratio": f"{ratio:.2f}"}), machine),
-        )
-        for ratio in RATIOS
-    )
-    return {
-        ratio: other.step_s
-        for ratio, other in found
-        if other.verdict == "fits" and other.step_s is not None
-    }
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -108,63 +107,38 @@ def test_ratio_is_the_fastest_or_leaves_adam_time(
         assert published is not None
         known = replace(published, calibrated=Calibrated(date="2026-11-22T10:00:00+00:00"))
         monkeypatch.setattr("so_tui.plan.resources.speed_of", lambda *_: known)
-    plan = recommend(spec_of(preset, train__micro_batch=micro_batch), host, 1)
-    steps = steps_by_ratio(plan, host)
-    assert len(steps) > 1
+    plan = recommended(preset, host, train__micro_batch=micro_batch)
+    plans = {ratio: at_ratio(plan, host, ratio) for ratio in RATIOS}
+    steps = {ratio: one.step_s for ratio, one in plans.items() if one.verdict == "fits"}
+    seconds = {ratio: step_s for ratio, step_s in steps.items() if step_s is not None}
+    assert len(seconds) > 1
     assert plan.step_s is not None
-    assert plan.step_s <= (1.002 if measured else 1.03) * min(steps.values())
-    assert measured or plan.ratio <= min(steps, key=lambda ratio: steps[ratio])
-
-
-def test_large_batch_is_cut_without_changing_tokens() -> None:
-    given = spec_of("llama-3.1-8b", train__micro_batch="64", gpus="4")
-    plan = recommend(given, QUAD)
-    assert plan.fits
-    assert plan.spec.train.micro_batch < 64
-    assert plan.tokens_per_step == make_plan(given, QUAD).tokens_per_step
-    chosen = only(plan.reasons, MicroBatchChosen)
-    assert (chosen.micro_batch, chosen.given_micro_batch) == (plan.spec.train.micro_batch, 64)
+    assert plan.step_s <= (1.002 if measured else 1.03) * min(seconds.values())
+    assert measured or plan.ratio <= min(seconds, key=lambda ratio: seconds[ratio])
 
 
 def test_a_recommendation_explains_choices_and_the_next_best() -> None:
-    plan = recommend(spec_of("llama-3.1-8b", train__micro_batch="8"), QUAD, 4)
+    plan = recommended("llama-3.1-8b", QUAD, gpus="4", train__micro_batch="8")
     expected = [MemoryNeeded, FasterRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen]
     assert [type(reason) for reason in plan.reasons] == [*expected, NextBest, StepsEarly]
     assert only(plan.reasons, FasterRatio).ratio == plan.ratio
     assert only(plan.reasons, NextBest).slower > 0
+    alone = {"train__micro_batch": "1", "model__activation_checkpointing": "full"}
+    only_one = recommended("tiny", QUAD, **alone)
+    assert only_one.recommended
+    assert only(only_one.reasons, NoNextBest).fits
 
 
-@pytest.mark.parametrize("name", list(CATALOG.presets))
-@pytest.mark.parametrize(
-    "machine", [QUAD, x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)], ids=["quad", "h100"]
-)
+@EVERY_PRESET
+@pytest.mark.parametrize("machine", [QUAD, H100], ids=["quad", "h100"])
 def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: Machine) -> None:
-    plan = recommend(CATALOG.presets[name].spec, machine, 1)
+    plan = recommended(name, machine)
     if plan.recommended:
         assert plan.gpu_bytes <= 0.92 * (plan.gpu_capacity_bytes or 0)
-        assert all(
-            needs <= 0.94 * plan.host_capacity_bytes_per_node[node]
-            for node, needs in plan.host_bytes_per_node.items()
-        )
+        for node, needs in plan.host_bytes_per_node.items():
+            assert needs <= 0.94 * plan.host_capacity_bytes_per_node[node]
         as_run = make_plan(plan.spec, machine)
-        assert as_run.verdict == "fits"
-        assert figures_of(as_run) == figures_of(plan)
-
-
-@pytest.mark.parametrize("name", list(CATALOG.presets))
-@pytest.mark.parametrize("gpus", [1, 4])
-def test_recommended_is_as_fast_as_published(name: str, gpus: int) -> None:
-    published = {
-        "offload__mode": "superoffload",
-        "model__activation_checkpointing": "full",
-        "gpus": str(gpus),
-    }
-    given, best = make_plan(spec_of(name, **published), QUAD), recommend(spec_of(name), QUAD, gpus)
-    if given.fits:
-        assert best.fits
-        assert not clearly_faster(
-            given.useful_tokens_per_s_total or 0, best.useful_tokens_per_s_total or 0
-        )
+        assert (as_run.verdict, figures_of(as_run)) == ("fits", figures_of(plan))
 
 
 def test_the_command_of_a_recommendation_runs_just_that() -> None:
@@ -173,15 +147,10 @@ def test_the_command_of_a_recommendation_runs_just_that() -> None:
     words = command_of(plan, given, "phi-4", 4).split()
     assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
     changes = dict(word.split("=") for word in words if "=" in word)
-    assert figures_of(make_plan(with_values(replace(given, gpus=4), changes), QUAD)) == figures_of(
-        plan
-    )
+    as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
+    assert figures_of(as_run) == figures_of(plan)
     (row,) = plans_json([plan])["plans"]
     assert row["settings"]["train.micro_batch"] == plan.spec.train.micro_batch
-
-
-def figures_of(plan: Plan) -> tuple[int, float | None, int]:
-    return plan.gpu_bytes, plan.step_s, plan.tokens_per_step
 
 
 @pytest.mark.parametrize(("gpus", "words"), [((2, 3), "2,3"), ((2,), "2,"), (2, "2")])
@@ -192,44 +161,36 @@ def test_command_names_the_planned_gpus(gpus: int | tuple[int, ...], words: str)
     assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus)
 
 
-def test_target_of_tokens_decides_the_accumulation() -> None:
-    given = spec_of("llama-3.1-8b")
-    plan = recommend(with_values(given, {"train.tokens_per_step": "100000"}), QUAD)
-    assert plan.spec.gradient_accumulation_steps > 1
-    assert "gradient_accumulation" not in command_of(plan, given, "llama-3.1-8b", given.gpus)
-
-
 def test_a_target_of_tokens_reaches_figures_and_reasons() -> None:
-    h200 = x86("NVIDIA H200")
-    aimed = make_plan(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), h200)
+    aimed = planned("qwen3-4b-random", H200, gpus="1", train__tokens_per_step="100000")
     steps = aimed.spec.gradient_accumulation_steps
-    given = spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(steps))
-    assert figures_of(aimed) == figures_of(make_plan(given, h200))
+    assert steps > 1
+    given = {"gpus": "1", "train__gradient_accumulation": str(steps)}
+    assert figures_of(aimed) == figures_of(planned("qwen3-4b-random", H200, **given))
     reached = only(aimed.reasons, TokensReached)
     assert (reached.target, reached.accumulation) == (100_000, steps)
     assert reached.tokens == aimed.tokens_per_step
+    spec = spec_of("qwen3-4b-random")
+    assert "gradient_accumulation" not in command_of(aimed, spec, "qwen3-4b-random", 1)
     large = {"train__tokens_per_step": "131072", "train__micro_batch": "64"}
-    halved = recommend(spec_of("qwen3-4b-random", gpus="1", **large), BIG, 1)
+    halved = recommended("qwen3-4b-random", BIG, **large)
     assert halved.spec.train.micro_batch < 64
     assert halved.tokens_per_step == 131_072
 
 
 def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
     held_back = {"offload__speculation": "off"}
-    waiting = recommend(spec_of("gpt-oss-20b", **held_back), BIG, 1)
+    waiting = recommended("gpt-oss-20b", BIG, **held_back)
     priced = only(waiting.warnings, LargerSteps)
     assert priced.key == "train.gradient_accumulation"
-    larger = recommend(
-        spec_of("gpt-oss-20b", train__gradient_accumulation=str(priced.value), **held_back), BIG, 1
-    )
+    held_back["train__gradient_accumulation"] = str(priced.value)
+    larger = recommended("gpt-oss-20b", BIG, **held_back)
     assert larger.tokens_per_step == priced.tokens
-    faster = (larger.useful_tokens_per_s_total or 0) / (waiting.useful_tokens_per_s_total or 1)
-    assert priced.faster == pytest.approx(faster, rel=0.05)
-    busy = recommend(spec_of("qwen3-4b-random"), x86("NVIDIA H200"), 1)
-    assert not facts_of(busy.warnings, LargerSteps)
+    assert priced.faster == pytest.approx(rate_of(larger) / rate_of(waiting), rel=0.05)
+    assert not facts_of(recommended("qwen3-4b-random", H200).warnings, LargerSteps)
 
 
-@pytest.mark.parametrize("name", list(CATALOG.presets))
+@EVERY_PRESET
 @pytest.mark.parametrize("machine", [QUAD, FOUR_H100], ids=["quad", "h100"])
 def test_what_is_recommended_is_about_as_fast_as_the_fastest(name: str, machine: Machine) -> None:
     for gpus in (1, 4):
@@ -240,122 +201,95 @@ def test_what_is_recommended_is_about_as_fast_as_the_fastest(name: str, machine:
             continue
         fastest = max(fitting, key=attrgetter("rate"))
         assert not clearly_faster(fastest.rate, chosen.rate)
-        if fastest.rate > chosen.rate:
-            kept = spec.train.micro_batch
-            mine, theirs = (
-                (
-                    found.spec.offload.mode != "gpu",
-                    found.spec.train.micro_batch != kept,
-                    not found.roomy,
-                )
-                for found in (chosen, fastest)
-            )
-            assert mine < theirs
+        kept = spec.train.micro_batch
+        mine, theirs = (
+            (found.mode != "gpu", found.spec.train.micro_batch != kept, not found.roomy)
+            for found in (chosen, fastest)
+        )
+        assert fastest.rate <= chosen.rate or mine < theirs
 
 
 @pytest.mark.parametrize(
     ("preset", "machine", "gpus", "micro_batch", "why"),
     [
-        ("phi-4", QUAD, 4, "4", "no-offload"),
-        ("qwen3-4b-random", FOUR_H100, 1, "4", "given-micro-batch"),
-        ("llama-3.1-8b", FOUR_H100, 4, "2", "memory"),
+        ("phi-4", QUAD, "4", 4, "no-offload"),
+        ("qwen3-4b-random", FOUR_H100, "1", 4, "given-micro-batch"),
+        ("llama-3.1-8b", FOUR_H100, "4", 2, "memory"),
     ],
 )
 def test_preference_among_alike_is_said(
-    preset: str, machine: Machine, gpus: int, micro_batch: str, why: Preference
+    preset: str, machine: Machine, gpus: str, micro_batch: int, why: Preference
 ) -> None:
-    plan = recommend(spec_of(preset, train__micro_batch=micro_batch), machine, gpus)
+    plan = recommended(preset, machine, gpus=gpus, train__micro_batch=str(micro_batch))
     other = only(plan.reasons, NextBest)
     assert (other.alike, other.chosen_for) == (True, why)
     assert -ALIKE <= other.slower < 0
-    if why == "no-offload":
-        assert (plan.mode, other.mode) == ("gpu", "superoffload")
-    elif why == "given-micro-batch":
-        assert plan.spec.train.micro_batch == int(micro_batch) != other.micro_batch
-    else:
-        assert other.more_gpu_bytes > 0.08 * (plan.gpu_capacity_bytes or 0)
+    differs = {
+        "no-offload": (plan.mode, other.mode) == ("gpu", "superoffload"),
+        "given-micro-batch": plan.spec.train.micro_batch == micro_batch != other.micro_batch,
+        "memory": other.more_gpu_bytes > 0.08 * (plan.gpu_capacity_bytes or 0),
+    }
+    assert differs[why]
 
 
 def test_smallest_of_numbers_of_gpus_is_marked() -> None:
     cells = plan_table([CATALOG.presets["llama-3.1-8b"]], named_machine("gb200-4"), (1, 2))[0].cells
-    one, two = ((cells[count].useful_tokens_per_s_total or 0) / count for count in (1, 2))
+    one, two = (rate_of(plan) / count for count, plan in cells.items())
     assert one < two
     assert about_as_fast(one, two)
-    assert [cells[count].recommended for count in (1, 2)] == [True, False]
-
-
-def test_a_recommendation_without_an_alternative_says_so() -> None:
-    plan = recommend(
-        spec_of("tiny", train__micro_batch="1", model__activation_checkpointing="full"), QUAD, 1
-    )
-    assert plan.recommended
-    assert only(plan.reasons, NoNextBest).fits
+    assert [plan.recommended for plan in cells.values()] == [True, False]
 
 
 def test_a_larger_micro_batch_is_tried_for_summed_gradients() -> None:
     """Summing takes 4 B a parameter of the host: one micro-batch fits where two of half the size do
     not.
     """
-    roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
-    assert roomy.recommended
+    roomy = recommended("qwen3-30b-a3b", BIG, train__micro_batch="4")
     summed = {"train__micro_batch": "1", "train__gradient_accumulation": "4"}
-    cut = make_plan(spec_of("qwen3-30b-a3b", gpus="1", **summed), BIG)
-    assert not cut.fits
+    cut = planned("qwen3-30b-a3b", BIG, gpus="1", **summed)
     again = recommend(cut.spec, BIG, 1)
-    assert again.recommended
+    assert (roomy.recommended, cut.fits, again.recommended) == (True, False, True)
     assert again.spec.gradient_accumulation_steps == 1
-    assert (again.useful_tokens_per_s_total or 0) > 0.97 * (roomy.useful_tokens_per_s_total or 0)
+    assert rate_of(again) > 0.97 * rate_of(roomy)
 
 
 def test_nothing_is_said_of_offloading_without_it() -> None:
-    plan = make_plan(
-        spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"),
-        x86("NVIDIA H200"),
-    )
+    plan = planned("tiny", H200, gpus="1", offload__mode="superoffload", offload__ratio="0")
     assert not facts_of(plan.warnings, PcieOffload)
     given = spec_of("tiny", gpus="1")
-    target = target_of(given, x86("NVIDIA H200"))
+    target = target_of(given, H200)
     found = list(choices(given, assess(in_mode(given, "superoffload", 0.0), target), ()))
     assert facts_of(found, NothingOffloaded)
     assert not facts_of(found, AdamCoresChosen)
 
 
 def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
-    narrow = replace(
-        QUAD,
-        numa_nodes=tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes),
-    )
-    tight = [
-        plan
-        for name in CATALOG.presets
-        for count in (1, 2)
-        if (plan := recommend(spec_of(name), narrow, count)).verdict == "tight"
+    nodes = tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes)
+    narrow = replace(QUAD, numa_nodes=nodes)
+    plans = [
+        recommended(name, narrow, gpus=count) for name in CATALOG.presets for count in ("1", "2")
     ]
+    tight = [plan for plan in plans if plan.verdict == "tight"]
     assert tight
     for plan in tight:
         gpus = only(plan.warnings, MoreGpusKeepMargin).gpus
-        assert recommend(CATALOG.presets[plan.preset].spec, narrow, gpus).recommended
+        assert recommended(plan.preset, narrow, gpus=str(gpus)).recommended
 
 
 def test_other_cores_and_gpus_are_planned_for_the_same_data() -> None:
-    data = Workload(attended_tokens=200.0, trained_share=0.5)
-    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=data).on(
-        spec_of("tiny", gpus="2", offload__cpu_adam_cores_fraction="0.8")
-    )
-    assert (target.workload, target.ranks) == (data, 2)
+    other = spec_of("tiny", gpus="2", offload__cpu_adam_cores_fraction="0.8")
+    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=DATA).on(other)
+    assert (target.workload, target.ranks) == (DATA, 2)
 
 
 def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
     spec = spec_of("qwen3-14b", gpus="4")
     whole = make_plan(spec, QUAD)
     assert source_of(whole).workload is None
-    remember(
-        spec, Seen(fingerprint="a", workload=Workload(attended_tokens=200.0, trained_share=0.5))
-    )
+    remember(spec, Seen(fingerprint="a", workload=DATA))
     packed = make_plan(spec, QUAD)
-    assert source_of(packed).workload == Workload(attended_tokens=200.0, trained_share=0.5)
+    assert source_of(packed).workload == source_of(recommend(spec, QUAD)).workload == DATA
     assert (packed.step_s or 0) < 0.97 * (whole.step_s or 0)
-    assert source_of(recommend(spec, QUAD)).workload == source_of(packed).workload
     other = make_plan(replace(spec, data=replace(spec.data, loss="all")), QUAD)
     assert other.step_s == whole.step_s, "other data, or cut in another way"
     _path_of(spec).write_text("{")
@@ -363,8 +297,6 @@ def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
 
 
 def test_the_spec_of_a_plan_is_what_will_run() -> None:
-    plan = make_plan(spec_of("llama-3.1-8b", gpus="2"), QUAD)
-    assert plan.spec.gpus == (0, 1)
-    assert plan.spec.offload.mode == plan.mode
+    plan = planned("llama-3.1-8b", QUAD, gpus="2")
+    assert (plan.spec.gpus, plan.spec.offload.mode) == ((0, 1), plan.mode)
     assert [rank.numa_node for rank in plan.binding] == [0, 1]
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

@@ -15,57 +15,43 @@ from so_tui.plan.resources import exchanged_bytes, more_sharing
 from so_tui.spec import RunSpec, problems_in, spec_tree
 from tests.support import planning
 from tests.support.machines import x86
-from tests.support.planning import CPU_ONLY, facts_of, only, spec_of, step_of
+from tests.support.planning import CPU_ONLY, facts_of, only, planned, spec_of, step_of
 from tests.support.problems import rejected
+from tests.support.trees import smallest
 
 H200S = x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024)
 LONG = 1_048_576
 
 
-def long_spec(tokens: int, gpus: int = 2, **changes: str) -> RunSpec:
+def long_spec(tokens: int, gpus: int = 2, ranks: int = 1, **changes: str) -> RunSpec:
     given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
-    return planning.long_spec(tokens, **given | {"gpus": str(gpus)} | changes)
+    given |= {"gpus": str(gpus), "train__sequence_parallel": str(ranks)}
+    return planning.long_spec(tokens, **given | changes)
 
 
 def test_activations_of_a_rank_are_those_of_its_part() -> None:
-    shared, whole = (
-        long_spec(tokens, train__sequence_parallel=ranks)
-        for tokens, ranks in ((65_536, "2"), (32_768, "1"))
-    )
     found, expected = (
         {
             term.kind: term.bytes
             for term in _all_terms(assess(spec, target_of(spec, H200S)).placement)
             if term.location == "gpu"
         }
-        for spec in (shared, whole)
+        for spec in (long_spec(65_536, ranks=2), long_spec(32_768))
     )
-    assert found.pop("sequence-exchange") > 0
-    for kind in (
-        "layer-inputs",
-        "block-working-set",
-        "loss",
-        "hidden-states",
-        "states-on-gpu",
-    ):
+    exchanged, buffers = found.pop("sequence-exchange"), found.pop("nccl-buffers")
+    assert exchanged > 0
+    assert buffers == 2 * expected.pop("nccl-buffers")
+    for kind in ("layer-inputs", "block-working-set", "loss", "hidden-states", "states-on-gpu"):
         assert found[kind] == expected[kind]
-    assert found["nccl-buffers"] == 2 * expected["nccl-buffers"]
 
 
 def test_a_step_trains_half_the_sequences_and_waits() -> None:
-    """For the exchange."""
-    shared, whole = (
-        make_plan(long_spec(65_536, train__sequence_parallel=ranks), H200S) for ranks in ("2", "1")
-    )
+    """For the exchange. Key heads are sent to every rank where there are fewer."""
+    shared, whole = (make_plan(long_spec(65_536, ranks=ranks), H200S) for ranks in (2, 1))
     assert 2 * shared.tokens_per_step == whole.tokens_per_step
-    whole_s = step_of(whole).total_s
-    assert 0.5 * whole_s < step_of(shared).total_s < 0.7 * whole_s
-
-
-def test_key_heads_are_sent_to_every_rank_where_there_are_fewer() -> None:
-    shape = target_of(
-        long_spec(65_536), H200S
-    ).profile.architecture  # 32 heads and 8 key heads of 128
+    assert 0.5 < step_of(shared).total_s / step_of(whole).total_s < 0.7
+    shape = target_of(long_spec(65_536), H200S).profile.architecture
+    # 32 heads and 8 key heads of 128
     assert exchanged_bytes(shape, 4) == 4 * (4096 + 1024) * 3 / 4
     assert exchanged_bytes(shape, 16) == 4 * (4096 + 2048) * 15 / 16
 
@@ -100,11 +86,11 @@ def test_only_ranks_that_divide_the_heads_are_tried() -> None:
     ],
 )
 def test_what_cannot_share_is_refused(name: str, changes: dict[str, str]) -> None:
-    plan = make_plan(
-        spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S
-    )
+    plan = planned(name, H200S, **{"gpus": "4", "train__sequence_parallel": "2"} | changes)
     assert not plan.possible
     assert only(plan.reasons, SequencesNotShareable).ranks in (2, 4)
+    alone = planned("tiny", CPU_ONLY, gpus="2", train__sequence_parallel="2")
+    assert facts_of(alone.reasons, SequencesNotShareable), "nothing can without a GPU"
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "conv"])
@@ -122,21 +108,8 @@ def test_layers_that_see_a_part_are_refused(kind: str) -> None:
 
 
 def test_the_length_that_a_spec_leaves_out_counts_too() -> None:
-    tree = {
-        "name": "x",
-        "gpus": 3,
-        "model": {"id": "x/y"},
-        "data": {"source": "x/z"},
-        "train": {"steps": 1, "sequence_parallel": 3},
-    }
+    tree = smallest(gpus=3, train={"sequence_parallel": 3})
     assert [problem.code for problem in problems_in(tree)] == ["sequence-parallel-length"]
-
-
-def test_without_a_gpu_nothing_can_share() -> None:
-    assert facts_of(
-        make_plan(spec_of("tiny", gpus="2", train__sequence_parallel="2"), CPU_ONLY).reasons,
-        SequencesNotShareable,
-    )
 
 
 @pytest.mark.parametrize(

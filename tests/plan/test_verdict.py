@@ -31,23 +31,37 @@ from so_tui.plan.notes import (
 from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.resources import Supply
 from so_tui.plan.workload import Workload
-from so_tui.spec import with_values
 from tests.support.machines import x86
-from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, facts_of, long_spec, only, spec_of
+from tests.support.planning import (
+    BIG,
+    CATALOG,
+    CPU_ONLY,
+    H200,
+    QUAD,
+    facts_of,
+    long_spec,
+    only,
+    planned,
+    recommended,
+    spec_of,
+)
 from tests.support.problems import rejected
+
+GIB = 2**30
+OFFLOADED = {"gpus": "1", "offload__mode": "superoffload"}
+DEEPSPEED = {"offload__engine": "deepspeed"}
 
 
 def test_llama_70b_does_not_fit_small_parts() -> None:
-    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    plan = recommended("llama-3.3-70b", QUAD, gpus="4")
     assert (plan.fits, plan.verdict, plan.recommended) == (False, "does not fit", False)
     assert plan.possible
     assert isinstance(plan.reasons[0], Shortage)
     larger, more = plan.remedies
     assert isinstance(larger, LargerHostFits)
     assert larger.host_bytes == 480_000_000_000
-    assert isinstance(more, MoreMachinesFit)
-    assert [reason for reason in plan.reasons if reason in plan.remedies] == list(plan.remedies)
-    assert (more.machines, more.gpus) == (2, 8)
+    assert more == MoreMachinesFit(machines=2, gpus=8)
+    assert [reason for reason in plan.reasons if reason in plan.remedies] == [larger, more]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +73,7 @@ def test_llama_70b_does_not_fit_small_parts() -> None:
     ],
 )
 def test_sizes_have_bounds_within_which_a_plan_counts(key: str, largest: int) -> None:
-    plan = make_plan(
-        spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload", **{key: str(largest)}), QUAD
-    )
+    plan = planned("llama-3.1-8b", QUAD, **OFFLOADED | {"gpus": "4", key: str(largest)})
     assert plan.fits
     assert plan.model_tflops_per_gpu
     with rejected("out-of-range"):
@@ -69,65 +81,55 @@ def test_sizes_have_bounds_within_which_a_plan_counts(key: str, largest: int) ->
 
 
 def test_several_nodes_share_a_model() -> None:
-    spec = spec_of("llama-3.3-70b", nodes="2", gpus="4")
-    plan, alone = make_plan(spec, QUAD), make_plan(replace(spec, nodes=1), QUAD)
-    assert (spec.ranks, plan.gpus, len(plan.binding)) == (8, 8, 4)
-    assert (
-        plan.tokens_per_step
-        == spec.gradient_accumulation_steps * spec.train.micro_batch * spec.data.sequence_length * 8
-    )
-    assert plan.fits
-    assert not alone.fits
+    plan, alone = (planned("llama-3.3-70b", QUAD, nodes=nodes, gpus="4") for nodes in ("2", "1"))
+    assert (plan.gpus, len(plan.binding)) == (8, 4)
+    assert plan.tokens_per_step == 2 * alone.tokens_per_step
+    assert (plan.fits, alone.fits) == (True, False)
     assert plan.gpu_bytes < alone.gpu_bytes
     assert plan.host_bytes_per_node[0] < 0.6 * alone.host_bytes_per_node[0]
 
 
 def test_too_little_host_memory_is_named() -> None:
-    plan = recommend(spec_of("qwen3-14b"), QUAD, 1)
-    assert not plan.fits
-    assert plan.reasons[0] == plan.shortage
-    assert plan.shortage is not None
-    assert (plan.shortage.pool, plan.shortage.nodes, plan.shortage.fatal) == ("node", (0,), True)
-    assert plan.shortage.needs == plan.host_bytes_per_node[0]
-    assert plan.host_bytes_per_node[0] > plan.host_capacity_bytes_per_node[0]
+    plan = recommended("qwen3-14b", QUAD)
+    needs, has = plan.host_bytes_per_node[0], plan.host_capacity_bytes_per_node[0]
+    assert plan.shortage == Shortage(needs=needs, has=has, fatal=True, pool="node", nodes=(0,))
+    assert (plan.fits, plan.reasons[0]) == (False, plan.shortage)
+    assert needs > has
     assert only(plan.remedies, MoreGpusFit).gpus == 2
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-14b", "phi-4"])
 def test_one_large_superchip_holds_what_is_published_for_it(name: str) -> None:
-    plan = recommend(spec_of(name), BIG, 1)
-    assert plan.fits, plan.reasons
-    assert plan.mode == "superoffload"
+    plan = recommended(name, BIG)
+    assert (plan.fits, plan.mode) == (True, "superoffload")
 
 
 def test_auto_takes_the_gpu_when_everything_fits_there() -> None:
-    plan = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86("NVIDIA H200"))
+    """And keeps the ratio it was given where it offloads."""
+    plan = planned("qwen3-4b-random", H200, gpus="1")
     assert (plan.mode, plan.verdict, plan.spec.offload.mode) == ("gpu", "fits", "gpu")
     assert only(plan.reasons, AutoMode) == AutoMode(mode="gpu", why="fits-on-gpu")
-
-
-def test_auto_keeps_the_ratio_it_was_given_where_it_offloads() -> None:
-    plan = make_plan(spec_of("qwen3-14b", gpus="1", offload__ratio="0.85"), BIG)
-    assert (plan.mode, plan.ratio) == ("superoffload", 0.85)
+    offloaded = planned("qwen3-14b", BIG, gpus="1", offload__ratio="0.85")
+    assert (offloaded.mode, offloaded.ratio) == ("superoffload", 0.85)
 
 
 @pytest.mark.parametrize("mode", ["auto", "zerooffload"])
 def test_deepspeeds_engine_without_a_gpu_is_its_zero_offload(mode: str) -> None:
-    spec = spec_of("tiny", offload__mode=mode, offload__engine="deepspeed")
+    spec = spec_of("tiny", offload__mode=mode, **DEEPSPEED)
     for plan in (make_plan(spec, CPU_ONLY), recommend(spec, CPU_ONLY)):
         assert plan.fits
         assert plan.mode == plan.spec.offload.mode == "zerooffload"
 
 
 def test_tiny_fits_without_a_gpu() -> None:
-    plan = make_plan(spec_of("tiny"), CPU_ONLY)
+    plan = planned("tiny", CPU_ONLY)
     assert (plan.fits, plan.mode) == (True, "superoffload")
     assert (plan.gpu_bytes, plan.gpu_capacity_bytes) == (0, None)
     assert [rank.gpu for rank in plan.binding] == [None, None]
     assert set(plan.host_bytes_per_node) == {0}
 
 
-OTHERS = {"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepspeed"}
+MI300A = x86("AMD Instinct MI300A")  # with memory of its own
 
 
 @pytest.mark.parametrize(
@@ -135,35 +137,29 @@ OTHERS = {"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepsp
     [
         ({"gpus": "2"}, BIG, TooFewGpus(machine=BIG.label, asked=2, present=1)),
         ({"gpus": "[3]"}, BIG, NoSuchGpu(machine=BIG.label, asked=(3,), missing=3, present=(0,))),
-        ({"gpus": "1", "offload.mode": "gpu"}, CPU_ONLY, ModeNeedsGpu(machine=CPU_ONLY.label)),
-        (OTHERS, CPU_ONLY, EngineNeedsGpu()),
-        ({"gpus": "1"}, x86("AMD Instinct MI300A"), AmdGpu(gpu=0, name="AMD Instinct MI300A")),
+        ({"offload__mode": "gpu"}, CPU_ONLY, ModeNeedsGpu(machine=CPU_ONLY.label)),
+        (OFFLOADED | DEEPSPEED, CPU_ONLY, EngineNeedsGpu()),
+        ({"gpus": "1"}, MI300A, AmdGpu(gpu=0, name="AMD Instinct MI300A")),
     ],
 )
 def test_blocked_plan_says_why(changes: dict[str, str], machine: Machine, blocker: Fact) -> None:
-    plan = make_plan(with_values(CATALOG.presets["tiny"].spec, changes), machine)
+    plan = planned("tiny", machine, **changes)
     assert (plan.fits, plan.possible, plan.step_s) == (False, False, None)
     assert plan.verdict == "does not fit"
     assert plan.reasons[0] == blocker
 
 
-def test_more_gpus_than_there_are_is_said() -> None:
-    for name in CATALOG.presets:
-        plan = recommend(spec_of(name), QUAD, 8)
-        assert (plan.possible, plan.recommended, plan.step_s) == (False, False, None)
-        assert plan.reasons[0] == TooFewGpus(machine=QUAD.label, asked=8, present=4)
+def test_table_has_no_fitting_cell_of_too_many_gpus() -> None:
     rows = plan_table(list(CATALOG.presets.values()), QUAD, (5, 8))
-    assert not any(cell.fits for row in rows for cell in row.cells.values())
+    assert not any(cell.fits or cell.possible for row in rows for cell in row.cells.values())
 
 
 def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
-    warned = make_plan(
-        spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__engine="deepspeed"),
-        BIG,
+    warned, own = (
+        planned("qwen3-14b", BIG, **OFFLOADED | engine).warnings for engine in (DEEPSPEED, {})
     )
-    assert (only(warned.warnings, ClippingWaits).seconds or 0) > 0
-    own = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
-    assert not facts_of(own.warnings, ClippingWaits)
+    assert (only(warned, ClippingWaits).seconds or 0) > 0
+    assert not facts_of(own, ClippingWaits)
 
 
 def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
@@ -176,56 +172,58 @@ def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
 
 
 def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
-    spec = spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload")
-    for machine, chosen in (
-        (x86("NVIDIA H200"), "none"),
-        (x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559), "selective"),
-    ):
-        assert make_plan(spec, machine).spec.model.activation_checkpointing == chosen
-    given = with_values(spec, {"model.activation_checkpointing": "none"})
-    refused = make_plan(given, x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000))
+    name, none = "qwen3-4b-random", {"model__activation_checkpointing": "none"}
+    small = x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)
+    for machine, chosen in ((H200, "none"), (small, "selective")):
+        plan = planned(name, machine, **OFFLOADED)
+        assert plan.spec.model.activation_checkpointing == chosen
+    refused = planned(name, x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000), **OFFLOADED | none)
     assert not refused.fits
-    assert only(refused.remedies, FitsHere).changes == (
-        Change("model.activation_checkpointing", "none", "full"),
-    )
+    full = Change("model.activation_checkpointing", "none", "full")
+    assert only(refused.remedies, FitsHere).changes == (full,)
 
 
 def test_all_gpus_of_a_machine_are_a_remedy() -> None:
     three = x86("NVIDIA A100", gpu_count=3, cores=48, memory_mib=384 * 1024, gpu_mib=17_920)
-    spec = spec_of("llama-3.1-8b", gpus="1", offload__parameters="none")
-    assert [recommend(spec, three, gpus).fits for gpus in (2, 3)] == [False, True]
-    assert only(recommend(spec, three).remedies, MoreGpusFit).gpus == 3
+    one, two, all_of_them = (
+        recommended("llama-3.1-8b", three, gpus=gpus, offload__parameters="none")
+        for gpus in ("1", "2", "3")
+    )
+    assert (two.fits, all_of_them.fits) == (False, True)
+    assert only(one.remedies, MoreGpusFit).gpus == 3
 
 
 def test_a_needless_ratio_is_priced() -> None:
-    plan = make_plan(
-        spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="1.0"),
-        x86("NVIDIA H200"),
-    )
+    plan = planned("qwen3-4b-random", H200, offload__ratio="1.0", **OFFLOADED)
     faster = only(plan.warnings, FasterOffload)
     assert faster.step_s < faster.given_step_s == plan.step_s
 
 
 def test_a_memory_limit_of_the_session_counts() -> None:
-    free = make_plan(spec_of("tiny"), CPU_ONLY)
-    limited = make_plan(spec_of("tiny"), replace(CPU_ONLY, memory_limit_bytes=10**9))
-    assert free.fits
+    """That of all nodes together."""
+    limited = planned("tiny", replace(CPU_ONLY, memory_limit_bytes=10**9))
     assert not limited.fits
     assert limited.shortage is not None
     assert limited.shortage.pool == "limit"
+    demand = _Demand(gpu_bytes=0, node_bytes={0: 60 * GIB, 1: 50 * GIB}, shm_bytes=0)
+    has = dict.fromkeys((0, 1), 200 * GIB)
+    supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=100 * GIB)
+    verdict, (shortage,) = _judge(demand, supply)
+    assert (verdict, shortage.pool, shortage.needs) == ("does not fit", "limit", 110 * GIB)
 
 
 def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
     """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from
     there.
     """
-    spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload", offload__speculation="off")
-    whole, part = make_plan(spec, QUAD), make_plan(spec, replace(QUAD, allowed_memory_nodes=(1,)))
-    assert set(part.host_bytes_per_node) == set(part.host_capacity_bytes_per_node) == {1}
-    assert part.host_bytes_per_node[1] == sum(whole.host_bytes_per_node.values())
-    assert part.host_capacity_bytes_per_node[1] == whole.host_capacity_bytes_per_node[1]
-    assert whole.fits
-    assert not part.fits
+    changes = OFFLOADED | {"gpus": "2", "offload__speculation": "off"}
+    whole, part = (
+        planned("qwen3-14b", machine, **changes)
+        for machine in (QUAD, replace(QUAD, allowed_memory_nodes=(1,)))
+    )
+    assert part.host_bytes_per_node == {1: sum(whole.host_bytes_per_node.values())}
+    assert part.host_capacity_bytes_per_node == {1: whole.host_capacity_bytes_per_node[1]}
+    assert (whole.fits, part.fits) == (True, False)
     assert part.shortage is not None
     assert part.shortage.nodes == (1,)
 
@@ -236,17 +234,15 @@ def test_rank_takes_memory_from_the_nearest_node() -> None:
         replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True)
     )
     job = replace(QUAD, numa_nodes=nodes, allowed_memory_nodes=(0, 1))
-    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload"), job)
-    assert set(plan.host_bytes_per_node) == {0, 1}
+    plan = planned("llama-3.1-8b", job, **OFFLOADED | {"gpus": "4"})
     once = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank == 0)
-    assert plan.host_bytes_per_node[0] - plan.host_bytes_per_node[1] == once, (
-        "ranks 0 and 2, ranks 1 and 3"
-    )
+    # Ranks 0 and 2, ranks 1 and 3.
+    assert set(plan.host_bytes_per_node) == {0, 1}
+    assert plan.host_bytes_per_node[0] - plan.host_bytes_per_node[1] == once
 
 
 def test_ranks_that_share_a_node_add_up_there() -> None:
-    spec = spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload")
-    two = make_plan(spec, x86("NVIDIA H200", gpu_count=2))
+    two = planned("qwen3-4b-random", x86("NVIDIA H200", gpu_count=2), **OFFLOADED | {"gpus": "2"})
     each, once = (
         sum(term.bytes for term in two.breakdown if (term.location, term.rank) == ("node", rank))
         for rank in (None, 0)
@@ -258,9 +254,8 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
     """Rank 0's node also holds what starts the run, a few hundred MB, and no two nodes have the
     same memory to the byte.
     """
-    gib = 2**30
-    needs = {0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib)
-    has = {node: 111 * gib + node for node in range(4)}
+    needs = {0: 200 * GIB + GIB // 3} | dict.fromkeys((1, 2, 3), 200 * GIB)
+    has = {node: 111 * GIB + node for node in range(4)}
     demand = _Demand(gpu_bytes=0, node_bytes=needs, shm_bytes=0)
     supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=None)
     (shortage,) = _judge(demand, supply)[1]
@@ -268,24 +263,15 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
     assert shortage.needs == needs[0]
 
 
-def test_a_limit_of_memory_counts_all_nodes_together() -> None:
-    gib = 2**30
-    demand = _Demand(gpu_bytes=0, node_bytes={0: 60 * gib, 1: 50 * gib}, shm_bytes=0)
-    has = dict.fromkeys((0, 1), 200 * gib)
-    supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=100 * gib)
-    verdict, (shortage,) = _judge(demand, supply)
-    assert (verdict, shortage.pool, shortage.needs) == ("does not fit", "limit", 110 * gib)
-
-
 def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
     unknown = replace(BIG, gpus=(replace(BIG.gpus[0], memory_total_bytes=None),))
     for name in ("tiny", "qwen3-14b"):
-        plan = recommend(spec_of(name), unknown, 1)
+        plan = recommended(name, unknown)
         assert (plan.verdict, plan.recommended) == ("tight", False)
         assert (plan.mode, plan.ratio) == ("superoffload", 1.0)
         assert facts_of(plan.warnings, GpuMemoryUnknown)
         assert not facts_of(plan.reasons, AllOnGpu)
-        auto = only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode)
+        auto = only(planned(name, unknown, gpus="1").reasons, AutoMode)
         assert auto.why == "gpu-memory-unknown"
     rows = plan_table(list(CATALOG.presets.values()), unknown)
     assert not any(plan.recommended for row in rows for plan in row.cells.values())
@@ -295,28 +281,22 @@ def test_tight_without_offload_is_planned_at_last() -> None:
     """Between the two margins of the GPU, with a host too small for the states: closer than any
     offload.
     """
-    narrow = replace(
-        BIG,
-        gpus=(replace(BIG.gpus[0], memory_total_bytes=71 * 2**30),),
-        numa_nodes=tuple(
-            replace(node, memory_total_bytes=16 * 2**30) if node.kind == "cpu" else node
-            for node in BIG.numa_nodes
-        ),
+    nodes = tuple(
+        replace(node, memory_total_bytes=16 * GIB) if node.kind == "cpu" else node
+        for node in BIG.numa_nodes
     )
+    gpu = replace(BIG.gpus[0], memory_total_bytes=71 * GIB)
     spec = spec_of("qwen3-4b-random", gpus="1")
-    found = best(spec, target_of(spec, narrow))
+    found = best(spec, target_of(spec, replace(BIG, gpus=(gpu,), numa_nodes=nodes)))
     assert (found.spec.offload.mode, found.verdict) == ("gpu", "tight")
 
 
 def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
-    spec = with_values(spec_of("qwen3-14b"), {"data.packing": "false"})
-    assert not facts_of(make_plan(spec, BIG).warnings, PackingOff), (
-        "with boundaries padding is not computed"
-    )
-    masked = with_values(spec, {"model.attention": "sdpa"})
-    assert only(make_plan(masked, BIG).warnings, PackingOff) == PackingOff(
-        padding_share=None, mixing=()
-    )
+    spec = spec_of("qwen3-14b", data__packing="false")
+    # With boundaries padding is not computed.
+    assert not facts_of(make_plan(spec, BIG).warnings, PackingOff)
+    masked = planned("qwen3-14b", BIG, data__packing="false", model__attention="sdpa")
+    assert only(masked.warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
     chunked = spec.model.config | {"layer_types": ["chunked_attention", "full_attention"] * 20}
     spec = replace(spec, model=replace(spec.model, config=chunked))
     found = only(make_plan(spec, BIG, workload=Workload(useful_share=0.25)).warnings, PackingOff)
@@ -325,8 +305,6 @@ def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
 
 @pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])
 def test_sequences_beyond_positions_are_pointed_out(length: int, warned: bool) -> None:
-    spec = with_values(
-        spec_of("qwen3-14b"), {"data.sequence_length": str(length), "train.micro_batch": "1"}
-    )
-    found = facts_of(make_plan(spec, BIG).warnings, BeyondPositions)
+    changes = {"data__sequence_length": str(length), "train__micro_batch": "1"}
+    found = facts_of(planned("qwen3-14b", BIG, **changes).warnings, BeyondPositions)
     assert found == ([BeyondPositions(sequence_length=65_536, positions=40_960)] if warned else [])

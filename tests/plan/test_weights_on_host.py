@@ -9,34 +9,37 @@ from msgspec.structs import replace
 
 from so_tui.launch.ds_config import _published_config, ds_config
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
-from so_tui.plan.fit import Assessment, Target, assess, target_of
+from so_tui.plan.fit import Assessment, assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
-from so_tui.plan.notes import AutoMode, MemoryAdvice, WeightsOnHost
+from so_tui.plan.notes import AutoMode, WeightsOnHost
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.remedies import _memory_advice
+from so_tui.plan.remedies import memory_advice
 from so_tui.plan.show import settings_of
 from so_tui.plan.terms import TermKind
 from so_tui.spec import RunSpec
 from superoffload.ds_config import overrides
 from tests.support.machines import x86
-from tests.support.planning import facts_of, long_spec, only
+from tests.support.planning import H200, facts_of, long_spec, only
 from tests.support.problems import rejected
 
 A100 = x86("NVIDIA A100-SXM4-40GB", gpu_mib=40_960, memory_mib=512 * 1024)
-SHORT = 4096
+TWO = x86("NVIDIA H200", gpu_count=2)
+ON_HOST = {"offload__parameters": "cpu"}
 
 
 def run(preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
-    return long_spec(SHORT, preset, **changes)
+    return long_spec(4096, preset, **changes)
 
 
-def target(spec: RunSpec) -> Target:
-    return target_of(spec, x86("NVIDIA H200", gpu_count=2))
+def assessed(mode: str = "superoffload", **changes: str) -> Assessment:
+    spec = run(offload__mode=mode, **changes)
+    return assess(spec, target_of(spec, TWO))
 
 
-def assessed(**changes: str) -> Assessment:
-    spec = run(offload__mode="superoffload", **changes)
-    return assess(spec, target(spec))
+def where_they_are(**changes: str) -> tuple[Assessment, Assessment]:
+    """Return the same settings with weights on the GPU and on the host."""
+    off = {"offload__speculation": "off"} | changes
+    return assessed(offload__parameters="none", **off), assessed(**ON_HOST, **off)
 
 
 def sizes(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
@@ -47,79 +50,60 @@ def sizes(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
 def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> None:
-    before, after = (
-        assessed(offload__ratio=ratio, offload__parameters=where, offload__speculation="off")
-        for where in ("none", "cpu")
-    )
+    before, after = where_they_are(offload__ratio=ratio)
     layout, layer = after.layout, after.target.profile.largest_layer
+    moved = 2 * layout.cpu_numel
     assert sizes(before, "weights") == [("gpu", 2 * layout.numel)]
-    assert not sizes(before, "host-weights")
-    assert not sizes(before, "fetched-weights")
-    assert sizes(after, "host-weights") == [("node", 2 * layout.cpu_numel)]
+    assert not sizes(before, "host-weights") + sizes(before, "fetched-weights")
+    assert sizes(after, "host-weights") == [("node", moved)]
     assert sizes(after, "weights") == ([("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else [])
     ((place, fetched),) = sizes(after, "fetched-weights")
     held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + layout.largest_parameter
     assert place == "gpu"
     assert fetched == pytest.approx(1.2 * 2 * held)
-    assert (
-        2 * layout.cpu_numel - 1.1 * fetched
-        < before.demand.gpu_bytes - after.demand.gpu_bytes
-        < 2 * layout.cpu_numel
-    )
-    assert after.demand.node_bytes[0] - before.demand.node_bytes[0] == 2 * layout.cpu_numel
+    assert moved - 1.1 * fetched < before.demand.gpu_bytes - after.demand.gpu_bytes < moved
+    assert after.demand.node_bytes[0] - before.demand.node_bytes[0] == moved
 
 
 def test_second_states_need_no_second_buffer() -> None:
-    before, after = (
-        assessed(offload__parameters=where, offload__speculation="on", train__gradient_clipping="1")
-        for where in ("none", "cpu")
-    )
-    ((_, with_buffer),), ((_, without),) = (
-        [(term.location, term.bytes) for term in found.terms if term.kind == "second-states"]
-        for found in (before, after)
-    )
-    assert (with_buffer, without) == (14 * before.layout.cpu_numel, 12 * after.layout.cpu_numel)
+    found = where_they_are(offload__speculation="on", train__gradient_clipping="1")
+    taken = [one.bytes_of("second-states") for one in found]
+    assert taken == [14 * found[0].layout.cpu_numel, 12 * found[1].layout.cpu_numel]
 
 
 def test_zero_offload_keeps_all_weights_there() -> None:
-    spec = run(offload__mode="zerooffload", offload__ratio="0.5", offload__parameters="cpu")
-    found = assess(spec, target(spec))
+    found = assessed("zerooffload", offload__ratio="0.5", **ON_HOST)
     assert sizes(found, "host-weights") == [("node", 2 * found.layout.numel)]
     assert not sizes(found, "weights")
 
 
 def test_each_of_several_ranks_fetches_its_shards() -> None:
-    found = assessed(gpus="2", offload__ratio="1", offload__parameters="cpu")
-    profile, layout = found.target.profile, found.layout
+    found = assessed(gpus="2", offload__ratio="1", **ON_HOST)
+    layer, layout = found.target.profile.largest_layer, found.layout
     assert sizes(found, "host-weights") == [("node", 2 * layout.numel)]
-    share = max(live_parameters(profile.largest_layer, 2), layout.largest_parameter) / 2
+    share = max(live_parameters(layer, 2), layout.largest_parameter) / 2
     ((_, fetched),) = sizes(found, "fetched-weights")
     assert fetched == pytest.approx(1.2 * 2 * share, rel=1e-6)
 
 
 def test_copies_are_hidden_where_the_bus_is_fast() -> None:
     """Where it is not, they make a pass as long as they take."""
-    settings = {"offload__mode": "superoffload", "offload__ratio": "1"}
-    spec = long_spec(16_384, **settings, offload__parameters="cpu", offload__speculation="off")
-    fast = target(spec)
-    assert fast.resources.speed is not None
-    speed = replace(fast.resources.speed, h2d_bytes_per_s=2e9)
-    slow_target = dataclasses.replace(
-        fast, resources=dataclasses.replace(fast.resources, speed=speed)
-    )
-    resting = assess(replace(spec, offload=replace(spec.offload, parameters="none")), fast).step
-    found, slow = assess(spec, fast), assess(spec, slow_target).step
-    quick = found.step
+    long = {"data__sequence_length": "16384", "offload__ratio": "1"}
+    before, found = where_they_are(**long)
+    resting, quick, speed = before.step, found.step, found.target.resources.speed
     assert resting is not None
     assert quick is not None
-    assert slow is not None
+    assert speed is not None
     assert (quick.forward_s, quick.backward_s) == (resting.forward_s, resting.backward_s)
     assert quick.exposed_optimizer_s <= resting.exposed_optimizer_s, "new weights stay there"
+    slow_bus = replace(speed, h2d_bytes_per_s=2e9)
+    resources = dataclasses.replace(found.target.resources, speed=slow_bus)
+    slow = found.step_with(dataclasses.replace(found.target, resources=resources))
+    assert slow is not None
     copied_s = 2 * found.layout.numel / 2e9
     assert slow.backward_s == pytest.approx(copied_s)
     assert copied_s < slow.forward_s < 1.1 * copied_s
-    assert found.model is not None
-    rates = found.model.rates()
+    rates = found.model.rates() if found.model else None
     assert rates is not None
     assert rates.h2d_bytes == 0
 
@@ -143,52 +127,42 @@ def test_they_are_proposed_where_only_they_make_a_model_fit() -> None:
         assert (plan.verdict, plan.spec.offload.parameters) == ("fits", "auto")
         assert not facts_of(plan.reasons, WeightsOnHost)
     assert recommend(run("qwen3-14b", offload__parameters="none"), A100).verdict == "tight"
-
-
-def test_they_do_not_help_where_the_host_is_short() -> None:
+    # They do not help where the host is short.
     small = x86("NVIDIA A100-SXM4-40GB", gpu_mib=40_960, memory_mib=128 * 1024)
     assert recommend(run("qwen3-14b"), small).spec.offload.parameters == "auto"
 
 
 def test_auto_mode_with_them_offloads() -> None:
-    plan = make_plan(run(offload__parameters="cpu"), x86("NVIDIA H200"))
+    plan = make_plan(run(**ON_HOST), H200)
     assert (plan.mode, only(plan.reasons, AutoMode).why) == ("superoffload", "weights-on-host")
-    assert recommend(run(offload__parameters="cpu"), x86("NVIDIA H200")).mode == "superoffload"
+    assert recommend(run(**ON_HOST), H200).mode == "superoffload"
 
 
 @pytest.mark.parametrize(("mode", "proposed"), [("superoffload", True), ("gpu", False)])
 def test_a_run_out_of_memory_is_told_of_them_if_it_offloads(mode: str, proposed: bool) -> None:
-    given = {"model__activation_offload": "off", "model__tiled_mlp": "off"}
-    found = _memory_advice(run(offload__mode=mode, offload__ratio="1", **given), "gpu")
-    assert isinstance(found, MemoryAdvice)
-    keys = {change.key for saving in found.savings for change in saving.changes}
+    given = {"model__activation_offload": "off", "model__tiled_mlp": "off", "offload__ratio": "1"}
+    savings = memory_advice(run(offload__mode=mode, **given), "gpu").savings
+    keys = {change.key for saving in savings for change in saving.changes}
     assert ("offload.parameters" in keys) == proposed
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_deepspeed_is_told_where_weights_are(gpus: str) -> None:
-    machine = x86("NVIDIA H200", gpu_count=2)
-    plan = make_plan(
-        run(gpus=gpus, offload__mode="superoffload", offload__parameters="cpu"), machine
-    )
-    layer = target(plan.spec).profile.largest_layer
-    assert _published_config(plan)["zero_optimization"]["offload_param"] == {
-        "device": "cpu",
-        "pin_memory": True,
-    }
+    given = {"gpus": gpus, "offload__mode": "superoffload"}
+    plan, resting = (make_plan(run(**changes), TWO) for changes in (given | ON_HOST, given))
+    layer = target_of(plan.spec, TWO).profile.largest_layer
+    published = _published_config(plan)["zero_optimization"]
+    assert published["offload_param"] == {"device": "cpu", "pin_memory": True}
     config = ds_config(plan)
     zero = config["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": False}
-    assert "zero_optimization.offload_param.pin_memory" in {
-        override.key for override in overrides(config)
-    }
+    pinned = "zero_optimization.offload_param.pin_memory"
+    assert pinned in {override.key for override in overrides(config)}
     assert zero["stage3_prefetch_bucket_size"] == layer
     assert zero["stage3_max_live_parameters"] == live_parameters(layer, int(gpus))
     assert 2 * layer < zero["stage3_max_reuse_distance"] < 1e9
-    resting = ds_config(make_plan(run(gpus=gpus, offload__mode="superoffload"), machine))[
-        "zero_optimization"
-    ]
-    assert not {"offload_param", "stage3_max_reuse_distance"} & resting.keys()
+    unmoved = ds_config(resting)["zero_optimization"]
+    assert not {"offload_param", "stage3_max_reuse_distance"} & unmoved.keys()
 
 
 @pytest.mark.parametrize(
@@ -201,10 +175,6 @@ def test_deepspeed_is_told_where_weights_are(gpus: str) -> None:
 )
 def test_optimizers_that_keep_weights_on_the_gpu_refuse(changes: dict[str, str]) -> None:
     with rejected("parameter-offload", field="offload.parameters"):
-        run(offload__parameters="cpu", **changes)
-    assert (
-        run(
-            offload__parameters="cpu", offload__engine="deepspeed", offload__mode="zerooffload"
-        ).offload.parameters
-        == "cpu"
-    )
+        run(**ON_HOST, **changes)
+    theirs = run(**ON_HOST, offload__engine="deepspeed", offload__mode="zerooffload")
+    assert theirs.offload.parameters == "cpu"

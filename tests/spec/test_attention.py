@@ -19,28 +19,38 @@ from so_tui.spec.run_spec import Attention
 
 ALL = frozenset(kernel.package for kernel in KERNELS if kernel.package)
 PLAIN = Needs(head_size=128)
+OWN_CODE = Needs(head_size=128, plain=False)
+SINKS = Needs(head_size=64, sinks=True, plain=False)
 
 
-def test_fastest_installed_backend_is_taken() -> None:
-    assert choose_backend(PLAIN, Present(generation=9, packages=ALL)).backend == "flash-attn-4"
-    assert choose_backend(PLAIN, Present(generation=10, packages=ALL)).backend == "flash-attn-4"
-    assert choose_backend(PLAIN, Present(generation=8, packages=ALL)).backend == "flash-attn-2"
-    found = choose_backend(PLAIN, Present(generation=9, packages=frozenset({"flash-attn"})))
-    assert found.backend == "flash-attn-2"
-    assert found.passed_over == (
-        _PassedOver("flash-attn-4", "not-installed"),
-        _PassedOver("flash-attn-3", "not-installed"),
-    )
-    assert choose_backend(PLAIN, Present(generation=9)).backend == "torch-flash"
-    assert choose_backend(PLAIN, Present(generation=0, packages=ALL)).backend == "torch-flash"
-
-
-def test_without_a_gpu_attention_takes_a_mask() -> None:
-    nothing = Present(generation=None, packages=ALL)
-    assert choose_backend(PLAIN, nothing).backend == "sdpa"
-    assert choose_backend(Needs(head_size=64, sinks=True, plain=False), nothing).backend == "eager"
-    assert choose_backend(Needs(head_size=64, softcap=True), nothing).backend == "eager"
-    assert choose_backend(PLAIN, nothing).passed_over == ()
+@pytest.mark.parametrize(
+    ("needs", "generation", "packages", "backend"),
+    [
+        (PLAIN, 9, ALL, "flash-attn-4"),
+        (PLAIN, 10, ALL, "flash-attn-4"),
+        (PLAIN, 8, ALL, "flash-attn-2"),
+        (PLAIN, 9, {"flash-attn"}, "flash-attn-2"),
+        (PLAIN, 9, (), "torch-flash"),
+        (PLAIN, 0, ALL, "torch-flash"),
+        # Without a GPU attention takes a mask.
+        (PLAIN, None, ALL, "sdpa"),
+        (SINKS, None, ALL, "eager"),
+        (Needs(head_size=64, softcap=True), None, ALL, "eager"),
+        # Models that compute something else use their own code.
+        (OWN_CODE, 9, ALL, "eager"),
+        (SINKS, 9, ALL, "flash-attn-4"),
+    ],
+)
+def test_fastest_backend_that_can_is_taken(
+    needs: Needs, generation: int | None, packages: frozenset[str], backend: AttentionBackend
+) -> None:
+    present = Present(generation=generation, packages=frozenset(packages))
+    found = choose_backend(needs, present)
+    assert found.backend == backend
+    if packages == {"flash-attn"}:
+        absent: tuple[AttentionBackend, ...] = ("flash-attn-4", "flash-attn-3")
+        assert found.passed_over == tuple(_PassedOver(name, "not-installed") for name in absent)
+    assert generation is not None or found.passed_over == ()
 
 
 @pytest.mark.parametrize(
@@ -67,34 +77,10 @@ def test_what_a_backend_lacks(
     assert obstacle_to(backend, needs, Present(generation=generation, packages=ALL)) == obstacle
 
 
-def test_models_that_compute_something_else_use_their_own_code() -> None:
-    assert (
-        choose_backend(
-            Needs(head_size=128, plain=False), Present(generation=9, packages=ALL)
-        ).backend
-        == "eager"
-    )
-    assert (
-        choose_backend(
-            Needs(head_size=64, sinks=True, plain=False), Present(generation=9, packages=ALL)
-        ).backend
-        == "flash-attn-4"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "generation"),
-    [
-        ("NVIDIA GH200 480GB", 9),
-        ("NVIDIA H100 80GB HBM3", 9),
-        ("NVIDIA H200", 9),
-        ("NVIDIA GB200", 10),
-        ("NVIDIA A100-SXM4-80GB", 8),
-        ("", 0),
-    ],
-)
-def test_gpus_by_name(name: str, generation: int) -> None:
-    assert generation_of(name) == generation
+def test_gpus_by_name() -> None:
+    names = ("GH200 480GB", "H100 80GB HBM3", "H200", "GB200", "A100-SXM4-80GB")
+    assert [generation_of(f"NVIDIA {name}") for name in names] == [9, 9, 9, 10, 8]
+    assert generation_of("") == 0
 
 
 def test_every_backend_can_be_asked_for() -> None:

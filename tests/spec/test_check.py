@@ -13,11 +13,14 @@ from tests.support.trees import smallest
 
 MORE, LEAST = "above 0 and below 1", "from 0 to 1"
 WEIGHT = "a number above 0"
+NAN = float("nan")
+SOURCE = "data.source"
+A = {"source": "a"}
 BAD: list[tuple[str, Any, str, str, str]] = [
     # (key, value, field of the problem if it differs from the key, code, part of the remedy)
     ("offload.ratio", 1.4, "", "out-of-range", LEAST),
     ("offload.ratio", -0.1, "", "out-of-range", LEAST),
-    ("offload.ratio", float("nan"), "", "not-finite", LEAST),
+    ("offload.ratio", NAN, "", "not-finite", LEAST),
     ("offload.ratio", "much", "", "wrong-type", LEAST),
     ("offload.ration", 0.5, "", "unknown-key", "Did you mean `ratio`?"),
     ("offload.cpu_adam_cores_fraction", 0, "", "out-of-range", MORE),
@@ -41,38 +44,14 @@ BAD: list[tuple[str, Any, str, str, str]] = [
     ("train.epochs", 1, "", "several-lengths", "Keep one of"),
     ("train.steps", 0, "", "no-length", "train.epochs"),
     ("train.deterministic", "yes", "", "wrong-type", "true or false"),
-    ("data.source", [], "", "no-data", "hub id"),
-    ("data.source", [{"sauce": "x", "source": "a"}], "[0].sauce", "unknown-key", "mean `source`?"),
-    ("data.source", [{"source": "a"}, {"weight": 2}], "[1].source", "missing", "hub id"),
-    (
-        "data.source",
-        [{"source": "a"}, {"source": "b", "weight": -1}],
-        "[1].weight",
-        "out-of-range",
-        WEIGHT,
-    ),
-    (
-        "data.source",
-        [{"source": "a", "weight": float("nan")}],
-        "[0].weight",
-        "not-finite",
-        WEIGHT,
-    ),
-    ("data.source", [{"source": "a", "weight": "x"}], "[0].weight", "wrong-type", WEIGHT),
-    (
-        "data.source",
-        [{"source": "a", "format": "alpacka"}],
-        "[0].format",
-        "invalid-choice",
-        "Did you mean `alpaca`?",
-    ),
-    (
-        "data.source",
-        ["a.jsonl", {"source": "b"}],
-        "[0]",
-        "not-a-source",
-        '{source = "a.jsonl", weight = 1}',
-    ),
+    (SOURCE, [], "", "no-data", "hub id"),
+    (SOURCE, [{"sauce": "x", "source": "a"}], "[0].sauce", "unknown-key", "mean `source`?"),
+    (SOURCE, [A, {"weight": 2}], "[1].source", "missing", "hub id"),
+    (SOURCE, [A, A | {"weight": -1}], "[1].weight", "out-of-range", WEIGHT),
+    (SOURCE, [A | {"weight": NAN}], "[0].weight", "not-finite", WEIGHT),
+    (SOURCE, [A | {"weight": "x"}], "[0].weight", "wrong-type", WEIGHT),
+    (SOURCE, [A | {"format": "alpacka"}], "[0].format", "invalid-choice", "mean `alpaca`?"),
+    (SOURCE, ["a.jsonl", A], "[0]", "not-a-source", '{source = "a.jsonl", weight = 1}'),
     ("data.sequence_length", 8, "", "out-of-range", "from 16 to"),
     ("slurm.account", "my project", "", "invalid-text", "without spaces"),
     ("slurm.time_limit", "1 day", "", "invalid-text", "HH:MM:SS or D-HH"),
@@ -106,7 +85,7 @@ def test_wrong_value_has_a_remedy(key: str, value: Any, field: str, code: str, r
     ("changes", "default"),
     [
         ({"train": {"learning_rate": 0}}, "1e-05"),
-        ({"data": {"source": [{"source": "a", "weight": "x"}]}}, "1.0"),
+        ({"data": {"source": [A | {"weight": "x"}]}}, "1.0"),
         ({"model": {"id": ""}}, ""),
     ],
 )
@@ -115,13 +94,6 @@ def test_a_problem_gives_the_default_of_its_field(changes: dict[str, Any], defau
     assert problem.default == default
     assert "default" not in problem.remedy
     assert str(problem).endswith(f"The default is {default}.") == bool(default)
-
-
-def test_the_smallest_tree_is_valid() -> None:
-    spec = check_tree(smallest())
-    assert spec.train.steps == 10
-    assert (spec.ranks, spec.ranks_per_host) == (1, 1)
-    assert problems_in(smallest()) == ()
 
 
 def test_all_problems_are_reported_together_with_the_file() -> None:
@@ -135,22 +107,23 @@ def test_all_problems_are_reported_together_with_the_file() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_an_empty_tree_lacks_the_required_keys() -> None:
-    for tree, fields in (
+@pytest.mark.parametrize(
+    ("tree", "fields"),
+    [
+        (smallest(), set()),
         ({}, {"name", "model", "data", "train.steps"}),
         (smallest() | {"model": {}, "data": {}}, {"model.id", "data.source"}),
-    ):
-        assert {problem.field for problem in problems_in(tree)} == fields
-
-
-def test_a_benchmark_needs_no_length() -> None:
-    assert problems_in(smallest(train={"steps": 0}, benchmark={"measured_steps": 5})) == ()
+        (smallest(train={"steps": 0}, benchmark={"measured_steps": 5}), set()),
+    ],
+    ids=["smallest", "empty", "empty sections", "benchmark"],
+)
+def test_a_tree_lacks_the_required_keys(tree: dict[str, Any], fields: set[str]) -> None:
+    assert {problem.field for problem in problems_in(tree)} == fields
 
 
 @pytest.mark.parametrize("held", [math.inf, [0.0, math.inf], {"low": [{"high": math.nan}]}])
 def test_what_json_cannot_hold_is_a_problem_inside_a_table_too(held: object) -> None:
     tree = complete_tree(find_preset("tiny").spec)
     tree["model"]["config"]["time_step_limit"] = held
-    assert [(problem.code, problem.field) for problem in problems_in(tree)] == [
-        ("not-finite", "model.config")
-    ]
+    problems = [(problem.code, problem.field) for problem in problems_in(tree)]
+    assert problems == [("not-finite", "model.config")]

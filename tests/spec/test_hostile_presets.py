@@ -13,6 +13,7 @@ import pytest
 from so_tui.spec import InputError, find_preset, load_catalog, with_values
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
 
+MINE = 'extends = "tiny"\n'
 TABLE = """
 extends = "tiny"
 [[model.parameters]]
@@ -25,31 +26,22 @@ TEXTS: dict[str, tuple[str, str]] = {
     "nested tables": ("model = " + "{a=" * 5000, "too-deep"),
     "a dotted key": ("model." + ".".join("a" * 20_000) + " = 1", "too-deep"),
     "a dotted key of quoted names": ("model." + ".".join(['"a"'] * 20_000) + " = 1", "too-deep"),
-    "lists just deep enough": (
-        'extends = "tiny"\n[model.config]\na = ' + "[" * 40 + "]" * 40,
-        "too-deep",
-    ),
+    "lists just deep enough": (f"{MINE}[model.config]\na = {'[' * 40}{']' * 40}", "too-deep"),
     "a decimal integer": ("gpus = " + "9" * 5000, "invalid-toml"),
-    "a hexadecimal integer": ('extends = "tiny"\n[train]\nsteps = 0x' + "f" * 3000, "invalid-toml"),
+    "a hexadecimal integer": (f"{MINE}[train]\nsteps = 0x{'f' * 3000}", "invalid-toml"),
     "a date that does not exist": ("gpus = 2026-02-31", "invalid-toml"),
-    "a model type that is a list": (
-        'extends = "tiny"\n[model.config]\nmodel_type = []\nvocab_size = 7',
-        "",
-    ),
+    "a model type that is a list": (f"{MINE}[model.config]\nmodel_type = []\nvocab_size = 7", ""),
     "a huge repeat": (TABLE.format(repeat=200_000_000, size=2), "invalid-content"),
     "a huge tensor": (TABLE.format(repeat=2, size=2**62), "table-too-large"),
     "many keys": ("\n".join(f"a{number}=1" for number in range(100_000)), "not-a-preset"),
     "many unknown keys": (
-        'extends = "tiny"\n' + "\n".join(f"tra{number}=1" for number in range(80_000)),
+        MINE + "\n".join(f"tra{number}=1" for number in range(80_000)),
         "unknown-key",
     ),
-    "a name of another type": ('extends = "tiny"\nname = [1]', "wrong-type"),
-    "a name with a newline": ('extends = "tiny"\nname = "x\\n"', "invalid-name"),
+    "a name of another type": (f"{MINE}name = [1]", "wrong-type"),
+    "a name with a newline": (f'{MINE}name = "x\\n"', "invalid-name"),
     "a base of another type": ('extends = {a = ["x"]}', "unknown-preset"),
-    "sections that are lists": (
-        'extends = "tiny"\nmodel = []\ntrain = [[]]\ndata = 7',
-        "not-a-section",
-    ),
+    "sections that are lists": (f"{MINE}model = []\ntrain = [[]]\ndata = 7", "not-a-section"),
     "10 MB": ("#" * 10_000_000, "too-large"),
     "NUL": ("name = '\0'", "invalid-toml"),
 }
@@ -65,7 +57,7 @@ def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
     text, code = TEXTS[name]
     (tmp_path / "hostile.toml").write_text(text)
-    (tmp_path / "good.toml").write_text('extends = "tiny"\n')
+    (tmp_path / "good.toml").write_text(MINE)
     begun = time.process_time()
     catalog = load_catalog()
     assert time.process_time() - begun < 2
@@ -96,7 +88,7 @@ def test_only_regular_files_of_bounded_size_are_read(
     make: Callable[[Path], None], code: str, tmp_path: Path
 ) -> None:
     make(tmp_path / "hostile.toml")
-    (tmp_path / "good.toml").write_text('extends = "tiny"\n')
+    (tmp_path / "good.toml").write_text(MINE)
     catalog = load_catalog()
     assert [problem.code for problem in catalog.problems] == [code]
     assert "good" in catalog.presets
@@ -105,10 +97,8 @@ def test_only_regular_files_of_bounded_size_are_read(
 
 
 def test_a_long_chain_of_bases_is_refused_and_a_short_one_is_not(tmp_path: Path) -> None:
-    for number in range(1200):
-        (tmp_path / f"p{number}.toml").write_text(
-            f'extends = "{f"p{number - 1}" if number else "tiny"}"\n'
-        )
+    for number, base in enumerate(["tiny", *(f"p{number}" for number in range(1199))]):
+        (tmp_path / f"p{number}.toml").write_text(f'extends = "{base}"\n')
     catalog = load_catalog()
     assert "p10" in catalog.presets
     assert {problem.code for problem in catalog.problems} == {"long-extends"}
@@ -122,21 +112,12 @@ def test_a_folder_of_presets_that_is_a_file_holds_none(
     assert "tiny" in load_catalog().presets
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "[" * 5000,
-        "9" * 5000,
-        "0x" + "f" * 5000,
-        ".".join("a" * 5000),
-        "\udcff",
-        "nan",
-        "{a=" * 3000,
-    ],
-)
-@pytest.mark.parametrize(
-    "key", ["gpus", "train.steps", "offload.ratio", "model.leaf_modules", "data.source", "name"]
-)
+DEEP = ("[" * 5000, "9" * 5000, "0x" + "f" * 5000, ".".join("a" * 5000), "{a=" * 3000)
+KEYS = ("gpus", "train.steps", "offload.ratio", "model.leaf_modules", "data.source", "name")
+
+
+@pytest.mark.parametrize("value", [*DEEP, "\udcff", "nan"])
+@pytest.mark.parametrize("key", KEYS)
 def test_a_hostile_value_of_set_is_a_problem_of_its_key(key: str, value: str) -> None:
     found: set[str] = set()
     try:

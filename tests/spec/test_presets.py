@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,19 +33,19 @@ def spec_of(name: str) -> RunSpec:
     return PRESETS[name].spec
 
 
-def rewritten(path: Path) -> tuple[str, int]:
-    """Return what the generator makes of a file, and its number of parameters."""
+def rewritten(path: Path) -> str:
+    """Return what the generator makes of a file."""
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _rewritten
 
-    return _rewritten(path)
+    return _rewritten(path)[0]
 
 
 def regenerated(path: Path) -> str:
     """Write what the generator makes of a file, which it must leave as it is then."""
-    text, _ = rewritten(path)
+    text = rewritten(path)
     path.write_text(text)
-    assert rewritten(path)[0] == text
+    assert rewritten(path) == text
     return text
 
 
@@ -65,84 +66,53 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
     assert not spec.model.trust_remote_code
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_table_is_that_of_the_model(name: str) -> None:
+def model_of(name: str) -> tuple[Any, Any]:
+    """Return transformers' configuration of a preset, and its model without memory."""
     pytest.importorskip("transformers")
     from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.presets import _model_config, parameter_table
-
-    model = spec_of(name).model
-    assert parameter_table(model) == model.parameters
-    config = _model_config(model)
-    assert config.to_dict()["model_type"] == model.config["model_type"]
-    assert model.parameter_count == sum(
-        parameter.numel() for parameter in meta_model(config).parameters()
-    )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_key_of_the_shape_is_one_the_model_knows(name: str) -> None:
-    pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _model_config
 
-    shape = spec_of(name).model.config
     config = _model_config(spec_of(name).model)
+    return config, meta_model(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shape_and_table_are_those_of_the_model(name: str) -> None:
+    config, built = model_of(name)
+    from so_tui_trainer.tools.presets import parameter_table
+
+    model, shape = spec_of(name).model, spec_of(name).model.config
+    assert parameter_table(model) == model.parameters
+    assert model.parameter_count == sum(parameter.numel() for parameter in built.parameters())
+    assert set(model.leaf_modules) <= {type(module).__name__ for module in built.modules()}
     moved = {"rope_theta", "rope_scaling"}  # newer releases keep both in rope_parameters
-    assert {key: getattr(config, key) for key in shape if key not in moved} == {
-        key: value for key, value in shape.items() if key not in moved
-    }
-    assert config.rope_parameters == {
-        "rope_type": "default",
-        **_partial(config.rope_parameters),
-    } | shape.get("rope_scaling", {}) | {"rope_theta": shape["rope_theta"]}
+    for key in shape.keys() - moved:
+        assert getattr(config, key) == shape[key], key
+    rope = {"rope_type": "default"} | shape.get("rope_scaling", {})
+    if partial := config.rope_parameters.get("partial_rotary_factor"):
+        rope["partial_rotary_factor"] = partial
+    assert config.rope_parameters == rope | {"rope_theta": shape["rope_theta"]}
 
 
-def _partial(rope: dict[str, object]) -> dict[str, object]:
-    return {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
-
-
-def test_leaf_modules_exist_in_the_models() -> None:
-    pytest.importorskip("transformers")
-    from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.presets import _model_config
-
-    for name in ("gpt-oss-20b", "qwen3-30b-a3b"):
-        model = spec_of(name).model
-        classes = {type(module).__name__ for module in meta_model(_model_config(model)).modules()}
-        assert set(model.leaf_modules) <= classes
-
-
-def test_tied_tensors_are_named_and_counted_once() -> None:
+def test_tables_tell_kinds_of_tensors_apart() -> None:
+    """Tied ones are counted once; experts and what never decays are marked."""
     model = spec_of("qwen3-4b-random").model
-    tied = [tensor for block in model.parameters for tensor in block.tensors if tensor.tied]
-    assert [(tensor.name, tensor.tied) for tensor in tied] == [
-        ("lm_head.weight", "model.embed_tokens.weight")
-    ]
+    tensors = [tensor for block in model.parameters for tensor in block.tensors]
+    tied = [(tensor.name, tensor.tied) for tensor in tensors if tensor.tied]
+    assert tied == [("lm_head.weight", "model.embed_tokens.weight")]
     assert model.parameter_count == 4_022_468_096
-
-
-def test_experts_and_what_never_decays_are_told_apart() -> None:
-    tensors = {
-        tensor.name: tensor
+    named = {
+        tensor.name.removeprefix("model.").removeprefix("layers.{i}."): tensor
         for block in spec_of("gpt-oss-20b").model.parameters
         for tensor in block.tensors
     }
-    assert tensors["model.layers.{i}.mlp.experts.gate_up_proj"].kind == "expert"
-    assert not tensors["model.layers.{i}.mlp.experts.gate_up_proj_bias"].decay
-    assert not tensors["model.layers.{i}.self_attn.sinks"].decay
-    assert tensors["model.embed_tokens.weight"].kind == "embedding"
-    assert tensors["lm_head.weight"].kind == "linear"
+    kinds = ("mlp.experts.gate_up_proj", "embed_tokens.weight", "lm_head.weight")
+    assert [named[name].kind for name in kinds] == ["expert", "embedding", "linear"]
+    assert not named["mlp.experts.gate_up_proj_bias"].decay
+    assert not named["self_attn.sinks"].decay
 
 
-def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
-    from so_tui.spec.model_table import MARKER
-
-    own, _, _ = Path(PRESETS["tiny"].path).read_text().partition(MARKER)
-    own = own.replace("num_hidden_layers = 6", "num_hidden_layers = 2")
-    path = tmp_path / "smaller.toml"
-    path.write_text(own.replace('name = "tiny"', 'name = "smaller"'))
-    assert rewritten(path)[1] < spec_of("tiny").model.parameter_count
-    assert "repeat = 2" in regenerated(path)
+REST = '[data]\nsource = "x"\n[train]\nsteps = 1\n'
 
 
 def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
@@ -153,8 +123,7 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
 
     path = tmp_path / "mini.toml"
     shape = '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\n'
-    own = f'[model]\nid = "own/mini"\nweights = "random"\n{shape}num_hidden_layers = 4\n'
-    own += '[data]\nsource = "x"\n[train]\nsteps = 1\n'
+    own = f'[model]\nid = "own/mini"\nweights = "random"\n{shape}num_hidden_layers = 4\n{REST}'
     path.write_text(own)
     text = regenerated(path)
     assert all(line in text.splitlines() for line in own.splitlines())
@@ -164,15 +133,12 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("section", ["", "[model.config]\n"])
-def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
-    """Where there is none."""
+def test_generator_writes_a_whole_shape_where_none_is(tmp_path: Path, section: str) -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     shape = {"model_type": "llama", "hidden_size": 64, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     path = tmp_path / "own.toml"
-    path.write_text(
-        f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n'
-    )
+    path.write_text(f'[model]\nid = "{tmp_path}"\n{section}{REST}')
     regenerated(path)
     config = find_preset(str(path)).spec.model.config
     assert (config["model_type"], config["hidden_size"]) == ("llama", 64)
@@ -180,27 +146,27 @@ def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("key", "value"),
     [
-        ("num_hidden_layers = 6", "num_hidden_layers = 2"),
-        ("vocab_size = 2048", "vocab_size = 4096"),
-        ("hidden_size = 192", "hidden_size = 256"),
-        ("intermediate_size = 512", "intermediate_size = 1024"),
-        ("num_key_value_heads = 2", "num_key_value_heads = 3"),
+        ("num_hidden_layers = 6", 2),
+        ("vocab_size = 2048", 4096),
+        ("hidden_size = 192", 256),
+        ("intermediate_size = 512", 1024),
+        ("num_key_value_heads = 2", 3),
     ],
 )
 def test_changed_shape_is_told_and_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: int
 ) -> None:
     """One below its table, by the generator."""
     monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
-    path = tmp_path / "mine.toml"
+    path, (name, _, _) = tmp_path / "mine.toml", key.partition(" ")
     text = Path(PRESETS["tiny"].path).read_text().replace('name = "tiny"', 'name = "mine"')
-    path.write_text(text.replace(old, new))
+    path.write_text(text.replace(key, f"{name} = {value}"))
     (problem,) = load_catalog().problems
-    assert problem.field == f"model.config.{old.partition(' ')[0]}"
+    assert problem.field == f"model.config.{name}"
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
-    path.write_text(rewritten(path)[0])
+    regenerated(path)
     assert load_catalog().problems == ()
 
 
@@ -208,7 +174,7 @@ def test_changed_shape_is_told_and_mended(
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
     path = Path(PRESETS[name].path)
-    assert rewritten(path)[0] == path.read_text(encoding="utf-8")
+    assert rewritten(path) == path.read_text(encoding="utf-8")
 
 
 def test_tiny_needs_no_network_and_has_varied_rows() -> None:
@@ -217,12 +183,9 @@ def test_tiny_needs_no_network_and_has_varied_rows() -> None:
     assert spec.data.source == "builtin:tiny/rows.jsonl"
     text = Path(resolve_source("builtin:tiny/rows.jsonl")).read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
-    assert len(rows) >= 300
-    for row in rows:
-        assert set(row) == {"instruction", "input", "output"}
-        assert row["instruction"]
-        assert row["output"]
-    assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows)
+    assert all(set(row) == {"instruction", "input", "output"} for row in rows)
+    assert all(row["instruction"] and row["output"] for row in rows)
+    assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows) >= 300
     assert len({row["instruction"] for row in rows}) > 150
 
 

@@ -7,9 +7,13 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from so_tui.machine import Machine
 from so_tui.plan.notes import Fact
 from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import SpeedSource
+from so_tui.plan.terms import TermKind
+from so_tui.plan.workload import Workload
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86
 
@@ -17,6 +21,7 @@ CATALOG = load_catalog()
 QUAD = superchips(4)
 BIG = superchips(1, node_mib=490_037, name="NVIDIA GH200 480GB")
 CPU_ONLY = x86(cores=4, memory_mib=16 * 1024)
+H200 = x86("NVIDIA H200")
 
 F = TypeVar("F")
 
@@ -38,6 +43,18 @@ def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> R
         "data__sequence_length": str(tokens),
     }
     return spec_of(preset, **one | changes)
+
+
+def planned(
+    name: str, machine: Machine, workload: Workload | None = None, /, **changes: str
+) -> Plan:
+    """Return the plan of a preset with changes, as given."""
+    return make_plan(spec_of(name, **changes), machine, workload=workload)
+
+
+def recommended(name: str, machine: Machine, **changes: str) -> Plan:
+    """Return the best plan of a preset with changes, on one GPU unless they say otherwise."""
+    return recommend(spec_of(name, **{"gpus": "1"} | changes), machine)
 
 
 def step_of(plan: Plan) -> StepTime:
@@ -66,6 +83,11 @@ def only(found: Iterable[Fact], kind: type[F]) -> F:
 def bytes_at(plan: Plan, location: str) -> int:
     """Return the bytes of a plan's terms at a location."""
     return sum(term.bytes for term in plan.breakdown if term.location == location)
+
+
+def bytes_of(plan: Plan, kind: TermKind) -> int:
+    """Return the bytes of a plan's terms of a kind."""
+    return sum(term.bytes for term in plan.breakdown if term.kind == kind)
 
 
 def shown(renderable: object, width: int) -> str:

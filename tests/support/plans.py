@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from so_tui.launch.launch import launch_of
@@ -79,25 +81,34 @@ def plan_of(
     gpus: bool = False,
 ) -> Plan:
     """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam."""
-    binding = []
-    for rank, cores in enumerate(cpus):
-        main = (
-            cores if mode != "superoffload" or len(cores) < 2 else cores[: max(1, len(cores) // 10)]
+
+    def rank_binding(rank: int, cores: tuple[int, ...]) -> RankBinding:
+        apart = mode == "superoffload" and len(cores) > 1
+        main = cores[: max(1, len(cores) // 10)] if apart else cores
+        return RankBinding(
+            rank=rank,
+            gpu=rank if gpus else None,
+            numa_node=rank if gpus else 0,
+            cpus=cores,
+            main_cpus=main,
+            adam_cpus=cores[len(main) :],
+            memory_policy=MemoryPolicy(mode="default"),
+            deepspeed=DeepSpeedBinding(
+                cpus=cores, numactl=(), omp_num_threads=len(cores), matches=True
+            ),
         )
-        binding.append(
-            RankBinding(
-                rank=rank,
-                gpu=rank if gpus else None,
-                numa_node=rank if gpus else 0,
-                cpus=cores,
-                main_cpus=main,
-                adam_cpus=cores[len(main) :],
-                memory_policy=MemoryPolicy(mode="default"),
-                deepspeed=DeepSpeedBinding(
-                    cpus=cores, numactl=(), omp_num_threads=len(cores), matches=True
-                ),
-            )
+
+    unplanned: dict[str, Any] = dict.fromkeys(
+        (
+            "gpu_capacity_bytes",
+            "step",
+            "step_s",
+            "useful_tokens_per_s_total",
+            "model_tflops_per_gpu",
         )
+    )
+    unplanned |= dict.fromkeys(("gpu_bytes", "shm_bytes", "disk_bytes", "tokens_per_step"), 0)
+    unplanned |= dict.fromkeys(("reasons", "warnings", "breakdown"), ())
     return Plan(
         preset=spec.name,
         gpus=len(cpus) * spec.nodes,
@@ -105,20 +116,9 @@ def plan_of(
         ratio=spec.offload.ratio,
         fits=True,
         verdict="fits",
-        reasons=(),
-        warnings=(),
-        gpu_bytes=0,
-        gpu_capacity_bytes=None,
         host_bytes_per_node={},
         host_capacity_bytes_per_node={},
-        shm_bytes=0,
-        disk_bytes=0,
-        breakdown=(),
-        step=None,
-        step_s=None,
-        tokens_per_step=0,
-        useful_tokens_per_s_total=None,
-        model_tflops_per_gpu=None,
-        binding=tuple(binding),
+        binding=tuple(rank_binding(*rank) for rank in enumerate(cpus)),
         spec=spec,
+        **unplanned,
     )

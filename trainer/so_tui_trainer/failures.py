@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory
-from so_tui.plan.remedies import less_gpu_memory, less_host_memory
+from so_tui.plan.remedies import memory_advice
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import write_run_file
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
@@ -126,7 +126,7 @@ def _explanation(error: BaseException, spec: RunSpec, given: GivenMemory) -> Exp
             )
             return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
-            return engine_explanation(error, less_host_memory(spec, given))
+            return engine_explanation(error, memory_advice(spec, "node", given).message)
         case OffloadError():
             return engine_explanation(error)
         case SoTuiError():  # The message includes what to do.
@@ -145,7 +145,7 @@ def _explanation(error: BaseException, spec: RunSpec, given: GivenMemory) -> Exp
             return Explanation(
                 "gpu-out-of-memory",
                 f"the GPU ran out of memory: {first_line(error)}",
-                less_gpu_memory(spec, given),
+                memory_advice(spec, "gpu", given).message,
             )
         # torch's allocator and gloo have no types of their own for these.
         case RuntimeError() if any(part in str(error) for part in _ALLOCATION_FAILED):
@@ -189,7 +189,9 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
 
 def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> Explanation:
     return Explanation(
-        "host-out-of-memory", "this host ran out of memory", less_host_memory(spec, given)
+        "host-out-of-memory",
+        "this host ran out of memory",
+        memory_advice(spec, "node", given).message,
     )
 
 

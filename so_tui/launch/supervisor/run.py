@@ -390,8 +390,8 @@ def _planned_advice(outcome: Outcome, launch: Launch) -> str:
     try:
         from so_tui.plan import remedies  # heavy, and may be gone since the run began
 
-        advice = remedies.less_gpu_memory if of_gpu else remedies.less_host_memory
-        return advice(launch.spec, launch.plan.given_memory)
+        given = launch.plan.given_memory
+        return remedies.memory_advice(launch.spec, "gpu" if of_gpu else "node", given).message
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
     return ""
