@@ -44,6 +44,11 @@ _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types of transformers that use ``sliding_window``, where it is set, in all layers."""
 
 
+AttentionLayers = tuple[int, int, int | None]
+"""How many layers have attention of which width (query heads x head dimension), and which window.
+"""
+
+
 class Architecture(Struct, frozen=True, kw_only=True):
     model_type: str
     layers: int
@@ -85,12 +90,15 @@ class Architecture(Struct, frozen=True, kw_only=True):
         return self.intermediate * max(1, self.experts_per_token)
 
     @property
-    def full_layers(self) -> int:
-        return self.layers - self.windowed_layers - self.other_layers
-
-    @property
-    def windowed_query_width(self) -> int:
-        return self.heads * (self.windowed_head_dim or self.head_dim)
+    def attention_layers(self) -> tuple[AttentionLayers, ...]:
+        """The layers with attention over pairs of tokens, without and with a window."""
+        full = self.layers - self.windowed_layers - self.other_layers
+        windowed_width = self.heads * (self.windowed_head_dim or self.head_dim)
+        kinds = (
+            (full, self.query_width, None),
+            (self.windowed_layers, windowed_width, self.window),
+        )
+        return tuple(kind for kind in kinds if kind[0])
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -215,7 +223,6 @@ class Parameter(Struct, frozen=True):
 
 
 class _PlannedSubGroup(Struct, frozen=True):
-    index: int
     group: Group
     names: tuple[str, ...]
     numel: int
@@ -320,7 +327,7 @@ def assign_devices(
         ranks=ranks,
         parameters=parameters,
         sub_groups=tuple(
-            _PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
+            _PlannedSubGroup(group, names, numel, "gpu" if index < on_gpu else "cpu")
             for index, (group, names, numel) in enumerate(rows)
         ),
         numel=sum(numels),

@@ -25,10 +25,7 @@ PRESETS = load_catalog().presets
 DENSE = Flops(
     active_parameters=1000,
     head_parameters=100,
-    attention_width=64,
-    full_layers=2,
-    windowed_layers=0,
-    window=None,
+    attention_layers=((2, 64, None),),
 )
 
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import fused
 from so_tui_trainer.model.config import disable_dropout
@@ -84,22 +82,6 @@ def test_only_what_is_asked_for_and_computes_the_same_is_replaced() -> None:
     )
     assert fused.install_kernels(gemma, (fused.NORM, fused.GATE)) == ()
     assert fused.install_kernels(qwen, [fused.NORM]) == ("Qwen3RMSNorm",)
-
-
-def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
-    class Limited(LlamaMLP):
-        limit = 10.0
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            gate = self.gate_proj(hidden).clamp(max=self.limit)
-            up = self.up_proj(hidden).clamp(-self.limit, self.limit)
-            result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
-            return result
-
-    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
-    limited: Any = nn.ModuleList([Limited(config)])  # type: ignore[no-untyped-call]
-    limited[0].limit = 10.0
-    assert fused.install_kernels(limited, [fused.GATE]) == ()
 
 
 def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
