@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 
 from so_tui.model.profile import profile_of
-from so_tui.model.shape import StateLayout
-from so_tui.model.sharding import (
-    deepspeed_gpu_sub_groups,
-    gpu_sub_groups,
-    sub_group_slices,
-)
+from so_tui.model.shape import StateLayout, sub_groups_on_gpu
+from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
 from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
@@ -65,7 +61,7 @@ def test_gpu_keeps_what_the_ratio_allows(numels: list[int]) -> None:
 
 def test_rounding_is_not_left_to_floating_point() -> None:
     assert gpu_sub_groups([1] * 10, 0.9) == 1
-    assert deepspeed_gpu_sub_groups(10, 0.9) == 0
+    assert sub_groups_on_gpu([1] * 10, 0.9, "deepspeed") == 0
     assert gpu_sub_groups([1] * 10, 0.0) == 10
     assert gpu_sub_groups([1] * 10, 1.0) == 0
 

@@ -41,14 +41,6 @@ from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Explanation, Failure, NonFiniteError
 from so_tui_trainer.loop import learning_rate
-from so_tui_trainer.metrics import (
-    Metrics,
-    Step,
-    StepClock,
-    StepPart,
-    _HostMemory,
-    _rank_memory_bytes,
-)
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
@@ -107,8 +99,8 @@ def test_binding_moves_every_thread_or_reports_a_problem(possible: bool) -> None
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
-    clock = StepClock(torch.device("cpu"))
-    parts: tuple[StepPart, ...] = ("data", "forward", "backward", "forward", "optimizer")
+    clock = metrics.StepClock(torch.device("cpu"))
+    parts: tuple[metrics.StepPart, ...] = ("data", "forward", "backward", "forward", "optimizer")
     for part in parts:
         time.sleep(0.002)
         clock.lap(part)
@@ -122,19 +114,19 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 
 @pytest.fixture
-def figures(single_rank: Ranks) -> Metrics:
-    return Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
+def figures(single_rank: Ranks) -> metrics.Metrics:
+    return metrics.Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
 
 
-def step(number: int, loss: float, forward_s: float = 0.0) -> Step:
+def step(number: int, loss: float, forward_s: float = 0.0) -> metrics.Step:
     counts = StepCounts(10, 5, np.array([4, 6]), computed_tokens=16, sequences=1)
-    clock = StepClock(torch.device("cpu"))
+    clock = metrics.StepClock(torch.device("cpu"))
     time.sleep(forward_s)
     clock.lap("forward")
-    return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
+    return metrics.Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named(figures: Metrics) -> None:
+def test_the_first_step_that_was_not_finite_is_named(figures: metrics.Metrics) -> None:
     with pytest.raises(NonFiniteError, match="gradient norm") as caught:
         figures.log(step(1, 2.0), float("nan"), OffloadStats())
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
@@ -146,7 +138,7 @@ def test_the_first_step_that_was_not_finite_is_named(figures: Metrics) -> None:
     assert [each.value.step for each in (caught, checked, logged)] == [1, 3, 3]
 
 
-def test_waiting_for_weights_in_forward_is_the_optimizers_time(figures: Metrics) -> None:
+def test_waiting_for_weights_in_forward_is_the_optimizers_time(figures: metrics.Metrics) -> None:
     record = figures.log(step(1, 2.0, 0.02), 1.0, OffloadStats(exposed_in_forward_s=0.015))
     assert record.exposed_optimizer_s == 0.015
     assert record.forward_s + record.exposed_optimizer_s == pytest.approx(record.step_s)
@@ -391,7 +383,7 @@ class Reads:
 def test_a_step_never_waits_for_a_measurement_but_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reads, memory = Reads(monkeypatch), _HostMemory()
+    reads, memory = Reads(monkeypatch), metrics._HostMemory()
     assert memory.latest_bytes() == 1
     reads.may_end.clear()
     reads.now = 25.0
@@ -406,7 +398,7 @@ def test_a_step_never_waits_for_a_measurement_but_the_first(
 def test_costly_measurements_become_rare(
     age_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, memory = Reads(monkeypatch, takes_s=5.0), _HostMemory()
+    reads, memory = Reads(monkeypatch, takes_s=5.0), metrics._HostMemory()
     memory.latest_bytes()
     reads.now = age_s
     memory.latest_bytes()
@@ -420,17 +412,17 @@ def test_costly_measurements_become_rare(
 
 
 def test_it_counts_what_has_been_touched() -> None:
-    before = _rank_memory_bytes()
+    before = metrics._rank_memory_bytes()
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
-        assert _rank_memory_bytes() - before > 60 << 20
+        assert metrics._rank_memory_bytes() - before > 60 << 20
 
 
 def test_memory_of_a_rank_includes_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "1000"]) as worker:
         monkeypatch.setattr(metrics, "pss_bytes", lambda pid: int(pid == worker.pid))
         try:
-            assert _rank_memory_bytes() == 1
+            assert metrics._rank_memory_bytes() == 1
         finally:
             worker.kill()
 

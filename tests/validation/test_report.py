@@ -19,18 +19,6 @@ from so_tui.plan.measured import Figures
 from so_tui.runs.records import MetricRecord, PhaseRecord
 from so_tui.validation import report as reports
 from so_tui.validation import show
-from so_tui.validation.report import (
-    HIDDEN,
-    CopiesFound,
-    CopyRates,
-    LossAgreement,
-    Outcome,
-    PhaseSeconds,
-    TrainingFound,
-    _hidden,
-    machine_found,
-    shared,
-)
 from so_tui.validation.show import _markdown
 from so_tui.validation.validate import _phase_seconds, validate
 from tests.support.records import step_record
@@ -50,8 +38,8 @@ FIGURES = Figures(
 
 def trained(
     key: str, losses: tuple[float | None, ...], clipping: float = 0.0, **others: Any
-) -> Outcome:
-    result = TrainingFound(
+) -> reports.Outcome:
+    result = reports.TrainingFound(
         settings={},
         ranks=1,
         placed="bound",
@@ -68,21 +56,23 @@ def trained(
 
 
 RATE_NAMES = ("pinned_d2h", "pinned_h2d", "pageable_d2h", "pageable_h2d", "both_ways")
-COPIES = CopyRates(node=0, gpu=0, all_at_once=False, **dict.fromkeys(RATE_NAMES, 3e11))
+COPIES = reports.CopyRates(node=0, gpu=0, all_at_once=False, **dict.fromkeys(RATE_NAMES, 3e11))
 
 
-def measured(key: str, result: Any, title: str = "") -> Outcome:
-    return Outcome(key=key, title=title or key, estimate_s=1, state="measured", result=result)
+def measured(key: str, result: Any, title: str = "") -> reports.Outcome:
+    return reports.Outcome(
+        key=key, title=title or key, estimate_s=1, state="measured", result=result
+    )
 
 
 REPORT = replace(
     EMPTY,
     outcomes=(
-        measured("copies", CopiesFound(copies=(COPIES,))),
+        measured("copies", reports.CopiesFound(copies=(COPIES,))),
         trained("gpu", (8.0, 7.0, 6.0)),
         trained("ours", (8.0, 7.07, 6.0)),
         trained("clipped", (8.0, 7.5, 7.0), clipping=1.0),
-        Outcome(
+        reports.Outcome(
             key="left", title="another", estimate_s=99, state="left-out", reason="takes about 99 s"
         ),
     ),
@@ -118,7 +108,7 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
 
 
 def test_compared_losses_of_an_edited_report_are_shown_by_key() -> None:
-    agreement = (LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
+    agreement = (reports.LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
     report = replace(EMPTY, outcomes=(trained("gpu", (8.0,)),), agreement=agreement)
     ((title, reference, *_),) = show.agreement_rows(report)
     assert (title, reference) == ("gone", report.outcomes[0].title)
@@ -154,18 +144,18 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
     title = f"{host.upper()}: {home}/.cache is full, says {user}@{host}"
-    found = machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
+    found = reports.machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
     software = replace(found.software, compiler=f"c++ (built in {home}/gcc) 12")
     reason = f"`so-tui logs {home}/.local/state/x` shows; alps says no"
-    failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
+    failed = reports.Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
     outcomes = (measured("m", replace(found, software=software)), failed)
-    nameless = shared(replace(EMPTY, outcomes=outcomes))
+    nameless = reports.shared(replace(EMPTY, outcomes=outcomes))
     text = reports._encoded(nameless).decode() + show._markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
     assert not [name for name in names if name in text]
     assert "- note: (`a`)" in text
-    assert f"{HIDDEN} shows; {HIDDEN} says no" in text
-    assert f"c++ (built in {HIDDEN} 12" in text
+    assert f"{reports.HIDDEN} shows; {reports.HIDDEN} says no" in text
+    assert f"c++ (built in {reports.HIDDEN} 12" in text
 
 
 NAMING = (
@@ -188,14 +178,14 @@ NAMING = (
 
 @pytest.mark.parametrize("text", NAMING)
 def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
-    left = _hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
+    left = reports._hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
     names = ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
     assert not [name for name in names if name in left]
 
 
 def test_what_names_nobody_is_left() -> None:
     text = "takes about 57 s, and 9 s were left: 45.2 GB/s, 0.3 s/step (exit code 1) of alpsee"
-    assert _hidden(text, {"alps", "al", "", "root", "localhost"}) == text
+    assert reports._hidden(text, {"alps", "al", "", "root", "localhost"}) == text
 
 
 @pytest.mark.slow
@@ -249,7 +239,9 @@ RECORDS: tuple[MetricRecord, ...] = (
     phase(18.1, "saving"),
 )
 SECONDS = (1.0, 4.0, 3.0, 1.0, 0.5, 2.5, 1.0, 2.0, 3.0, 2.0, 0.5)
-PHASES = PhaseSeconds(**dict(zip(PhaseSeconds.__struct_fields__, SECONDS, strict=True)))
+PHASES = reports.PhaseSeconds(
+    **dict(zip(reports.PhaseSeconds.__struct_fields__, SECONDS, strict=True))
+)
 
 
 def test_every_second_belongs_to_a_phase() -> None:
