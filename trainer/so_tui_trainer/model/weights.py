@@ -199,14 +199,12 @@ def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     """
     stored, own = list(names), list(wanted)
     for prefix, replacement in _LANGUAGE_PARTS:
-        if any(name.startswith(prefix) for name in stored) and not any(
-            name.startswith(prefix) for name in own
-        ):
-            inside = {
-                replacement + name.removeprefix(prefix): name
-                for name in stored
-                if name.startswith(prefix)
-            }
+        inside = {
+            replacement + name.removeprefix(prefix): name
+            for name in stored
+            if name.startswith(prefix)
+        }
+        if inside and not any(name.startswith(prefix) for name in own):
             return inside | {name: name for name in stored if name.startswith("lm_head.")}
     return {name: name for name in stored}
 
