@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from benchmarks.architecture_models import KINDS, MULTIMODAL, of_kind
@@ -23,7 +22,7 @@ from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
 from tests.support.attention import PLAIN
-from tests.support.documents import documents, spec
+from tests.support.documents import documents, loss_alone, spec
 from tests.support.models import (
     IN_ROWS,
     LATENT,
@@ -79,17 +78,11 @@ def test_frequencies_are_those_of_each_documents_own_length(kind: str) -> None:
     check_packing(ModelSpec(id=kind, weights="random", config=config))
 
 
-def loss_alone(causal: Any, batches: Batches, rows: int, weight: float) -> Trained:
+def each_alone(causal: Any, batches: Batches, rows: int, weight: float) -> Trained:
     """Return loss and gradients of the documents of the first rows, each computed alone."""
-    docs, total = batches._documents, torch.zeros(())
-    for index in batches._indices(0, rows):
-        for document in batches.sequences.of(int(index)):
-            part = slice(docs.offsets[document], docs.offsets[document + 1])
-            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            logits = causal(input_ids=ids).logits[0, :-1]
-            total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return stepped(causal, total * weight)
+    indices = map(int, batches._indices(0, rows))
+    members = [int(member) for index in indices for member in batches.sequences.of(index)]
+    return stepped(causal, loss_alone(causal, batches._documents, members) * weight)
 
 
 def stepped(causal: PreTrainedModel, loss: Tensor) -> Trained:
@@ -107,7 +100,7 @@ def check_packing(model: ModelSpec) -> None:
     batches = Batches(documents(30, longest=120), packed, 0)
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
-    alone = loss_alone(causal, batches, len(batch.input_ids), weight)
+    alone = each_alone(causal, batches, len(batch.input_ids), weight)
     assert len(alone[1]) == sum(each.requires_grad for each in causal.parameters())
     masked = ["eager", "sdpa"] if causal._supports_sdpa else ["eager"]
     for implementation in (*masked, attention.register(PLAIN)):
@@ -145,7 +138,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     batch = next(batches.micro_batches(1))
     assert not batch.real.all()
     weight = 1 / len(batch.targets)
-    alone = loss_alone(causal, batches, len(batch.input_ids), weight)
+    alone = each_alone(causal, batches, len(batch.input_ids), weight)
     found = stepped(causal, TrainedModel(causal, implementation)(batch, weight))
     assert found[0] == pytest.approx(alone[0], rel=1e-5)
     are_close(found[1], alone[1], 1e-3, 1e-5)

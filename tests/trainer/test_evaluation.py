@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import convert
-from torch.nn.functional import cross_entropy
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui_trainer.data.batches import Batches
@@ -16,7 +15,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.ranks import Ranks
-from tests.support.documents import documents, spec
+from tests.support.documents import documents, loss_alone, spec
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import coded, rejected
@@ -100,15 +99,9 @@ def test_measured_loss_is_mean_over_tokens(packing: str, ranks: int, single_rank
     docs = documents(40)
     shape = spec(data__held_out="11", data__packing=packing)
     members = divide(docs, shape).held_out
-    total, tokens = 0.0, 0
-    for member in members:
-        part = slice(docs.offsets[member], docs.offsets[member + 1])
-        ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-        labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-        with torch.no_grad():
-            logits = model.causal(input_ids=ids).logits[0, :-1]
-        total += cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
-        tokens += int((labels >= 0).sum())
+    with torch.no_grad():
+        total = loss_alone(model.causal, docs, members).item()
+    tokens = int(docs.trained_lengths[members].sum())
     found = []
     for rank in range(ranks):
         share = Evaluation(Batches(docs, shape, rank, members=members))

@@ -32,17 +32,16 @@ from tests.support.shared_run import SUPEROFFLOAD
 SPEC = tiny(checkpoint__keep="9")
 
 
-class Resumed:
-    """What an attempt resumes from, and the codes of its warnings."""
+def resumed(run: RunDirectory, *, start_over: bool = False) -> tuple[Path | None, list[str]]:
+    """Return what an attempt resumes from, and the codes of its warnings."""
+    told: list[str] = []
 
-    def __init__(self, run: RunDirectory, *, start_over: bool = False) -> None:
-        self.told: list[str] = []
-        found = checkpoint.newest_to_resume(run, SPEC, self.warn, start_over=start_over)
-        self.path = found.path if found else None
-
-    def warn(self, code: str, message: str, suggestion: str) -> None:
+    def warn(code: str, message: str, suggestion: str) -> None:
         assert message
-        self.told.append(code)
+        told.append(code)
+
+    found = checkpoint.newest_to_resume(run, SPEC, warn, start_over=start_over)
+    return found.path if found else None, told
 
 
 @pytest.fixture
@@ -59,14 +58,11 @@ def saved(run: RunDirectory, *steps: int) -> list[Path]:
 
 
 def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
-    new = Resumed(run)
-    assert (new.path, new.told) == (None, [])
+    assert resumed(run) == (None, [])
     paths = saved(run, 1, 2, 3)
-    whole = Resumed(run)
-    assert (whole.path, whole.told) == (paths[2], [])
+    assert resumed(run) == (paths[2], [])
     (paths[2] / "checkpoint.json").write_text("{")
-    damaged = Resumed(run)
-    assert (damaged.path, damaged.told) == (paths[1], ["checkpoint-damaged"])
+    assert resumed(run) == (paths[1], ["checkpoint-damaged"])
     assert not paths[2].exists()
     assert paths[2].with_name("step-000003.damaged").exists()
 
@@ -104,8 +100,7 @@ def test_one_that_cannot_be_read_for_a_moment_is_taken(
 ) -> None:
     paths = saved(run, 1, 3)
     take_away(monkeypatch, name, code, tries=1)
-    found = Resumed(run)
-    assert (found.path, found.told) == (paths[1], [])
+    assert resumed(run) == (paths[1], [])
 
 
 @pytest.mark.parametrize("name", READ)
@@ -117,26 +112,24 @@ def test_a_checkpoint_unreadable_for_long_ends_the_run(
     with monkeypatch.context() as patch:
         take_away(patch, name, errno.EIO, tries=100)
         with coded(TrainingError, "checkpoint-read-failed"):
-            Resumed(run)
+            resumed(run)
     assert all(path.exists() for path in paths)
 
 
 def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
     paths = saved(run, 1)
     other = written(paths[0].parent, 2, "another", SPEC)
-    found = Resumed(run)
-    assert (found.path, found.told) == (paths[0], ["checkpoint-not-used"])
+    assert resumed(run) == (paths[0], ["checkpoint-not-used"])
     assert other.exists()
 
 
 def test_missing_checkpoints_are_warned_of_or_an_error(run: RunDirectory) -> None:
     paths = saved(run, 1, 2)
     paths[1].rename(paths[1].with_name("elsewhere"))
-    found = Resumed(run)
-    assert (found.path, found.told) == (paths[0], ["checkpoint-missing"])
+    assert resumed(run) == (paths[0], ["checkpoint-missing"])
     paths[0].rename(paths[0].with_name("elsewhere, too"))
     with coded(TrainingError, "checkpoint-missing"):
-        Resumed(run)
+        resumed(run)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +160,10 @@ def test_other_shares_of_a_mixture_are_another_order(
 
 
 def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
-    paths, found = saved(run, 1, 2), Resumed(run, start_over=True)
-    assert (found.path, found.told) == (None, [])
-    assert sorted(path.name for path in paths[0].parent.glob("step-*")) == [
-        "step-000001.superseded",
-        "step-000002.superseded",
-    ]
+    paths = saved(run, 1, 2)
+    assert resumed(run, start_over=True) == (None, [])
+    left = sorted(path.name for path in paths[0].parent.glob("step-*"))
+    assert left == ["step-000001.superseded", "step-000002.superseded"]
 
 
 NONE, BOTH = Rounded(blocks=0, numel=0), Rounded(blocks=3, numel=2_000_000)

@@ -19,7 +19,7 @@ from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support import models
-from tests.support.documents import documents, spec
+from tests.support.documents import documents, ids_of, spec
 from tests.support.launching import log, of_kind, tiny, train
 from tests.support.models import another, causal_model, gradients_of
 from tests.support.problems import rejected
@@ -60,8 +60,7 @@ def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Po
     alone: list[list[Tensor]] = []
     for index in batches._indices(0, 2):
         for document in batches.sequences.of(int(index)):
-            part = slice(docs.offsets[document], docs.offsets[document + 1])
-            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
+            ids = ids_of(docs, document)
             alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
     by_layer = tuple(
         torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3)
