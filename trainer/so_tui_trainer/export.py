@@ -153,9 +153,8 @@ def export(
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = trained_shapes(model)
-    refuse_without_room(
-        folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
-    )
+    stage.read(shapes)
+    refuse_without_room(folder, stage.total_bytes)
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
