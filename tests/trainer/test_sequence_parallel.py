@@ -23,7 +23,7 @@ def batches_of(rank: int, ranks: int = 1, sequence_ranks: int = 1, **changes: st
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -> None:
     once = {"train__gradient_accumulation": "1", "data__packing": packing}
-    whole = next(batches_of(0, **once).micro_batches(1))
+    whole = next(batches_of(0, 1, 1, **once).micro_batches(1))
     parts = [next(batches_of(rank, ranks, ranks, **once).micro_batches(1)) for rank in range(ranks)]
     ids, places, real = (
         torch.cat([getattr(part, name) for part in parts], dim=1)
