@@ -62,12 +62,13 @@ def _compare(folder: Path) -> str:
     import superoffload
     from so_tui_trainer.model.build import build
 
-    folders = sorted(folder.iterdir())
+    folders, cpu = sorted(folder.iterdir()), torch.device("cpu")
     for path in folders:
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         heard: list[tuple[int, int]] = []
-        progress: Any = lambda *read, heard=heard: heard.append(read)  # noqa: E731
-        causal = build(_spec(path), torch.device("cpu"), DS_CONFIG, progress).causal
+        causal = build(
+            _spec(path), cpu, DS_CONFIG, lambda *read, heard=heard: heard.append(read)
+        ).causal
         files = len(list(path.glob("*.safetensors")))
         assert heard == sorted(heard)
         assert (heard[0], heard[-1]) == ((0, files), (files, files))
