@@ -56,9 +56,8 @@ def engine_settings(
         weight_decay=train.weight_decay,
         adam_cpus=binding.adam_cpus or binding.cpus,
         run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer, spec.ranks),
-        available_bytes=lambda: available_bytes(
-            SystemFiles()
-        ),  # which, unlike the engine's own default, also reads control group limits
+        # Unlike the engine's own default, it also reads control group limits.
+        available_bytes=lambda: available_bytes(SystemFiles()),
     )
 
 

@@ -305,9 +305,8 @@ def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
     try:
         (partial / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
-        refuse_foreign(
-            folder
-        )  # Writing takes minutes; somebody may have put something there meanwhile.
+        # Writing takes minutes; somebody may have put something there meanwhile.
+        refuse_foreign(folder)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
@@ -373,9 +372,8 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )
-    except (
-        Exception
-    ) as error:  # a damaged folder raises whatever it leads to, also errors of other packages
+    # A damaged folder raises whatever it leads to, also errors of other packages.
+    except Exception as error:
         raise reject(
             "model-unreadable",
             "model",

@@ -213,9 +213,8 @@ class _Attention(torch.autograd.Function):
         )
         of_sinks = None
         if sinks is not None:
-            delta = (
-                (gradient * out).sum(-1, dtype=normaliser.dtype).t()
-            )  # Rounding of the bf16 products averages out over the tokens.
+            # Rounding of the bf16 products averages out over the tokens.
+            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()
             share = (sinks.to(normaliser.dtype)[:, None] - normaliser).exp_()
             of_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return of_query, of_key, of_value, of_sinks, None, None
@@ -623,9 +622,8 @@ def arguments(
     # itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    shape = torch.empty(
-        (*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device
-    )  # Stands in for the embeddings.
+    # Stands in for the embeddings.
+    shape = torch.empty((*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device)
     known: Arguments = {
         "config": config,
         "inputs_embeds": shape,

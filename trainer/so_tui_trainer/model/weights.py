@@ -117,11 +117,8 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> _Match
     for draft in drafts:
         try:
             made = _realised(model, draft, on_meta)
-        except (
-            RuntimeError,
-            ValueError,
-            AssertionError,
-        ) as error:  # The parts do not fit together. Older torch only asserts that.
+        # The parts do not fit together. Older torch only asserts that.
+        except (RuntimeError, ValueError, AssertionError) as error:
             mismatched[draft.target] = f"{draft.target} ({first_line(error)})"
             continue
         shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
