@@ -368,7 +368,8 @@ class Loop:
         if self.evaluation is None:
             return
         self.metrics.check()
-        self.recorder.phase("training", f"evaluating on {self.evaluation.documents} documents")
+        documents = len(self.evaluation.batches.sequences.documents)
+        self.recorder.phase("training", f"evaluating on {documents} documents")
         record = self.evaluation.measure(
             self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step
         )
