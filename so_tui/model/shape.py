@@ -218,6 +218,7 @@ class Parameter(Struct, frozen=True):
 
 
 class _PlannedSubGroup(Struct, frozen=True):
+    index: int
     group: Group
     names: tuple[str, ...]
     numel: int
@@ -327,7 +328,7 @@ def assign_devices(
         ranks=ranks,
         parameters=parameters,
         sub_groups=tuple(
-            _PlannedSubGroup(group, names, numel, "gpu" if index < on_gpu else "cpu")
+            _PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
             for index, (group, names, numel) in enumerate(rows)
         ),
         numel=sum(numels),
