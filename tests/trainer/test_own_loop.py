@@ -39,10 +39,8 @@ def loop(folder: Path) -> list[float]:
     join_process_group(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     train = spec.train
-    matrices, others = (
-        [each for each in model.parameters() if (each.dim() >= 2) == large]
-        for large in (True, False)
-    )
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": train.weight_decay},
         {"params": others, "weight_decay": 0.0},
