@@ -75,7 +75,7 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     are_close(ours, theirs, 1e-3, 1e-5)
 
 
-def test_only_what_is_asked_for_and_computes_the_same_is_replaced() -> None:
+def test_only_exact_parts_that_are_asked_for_are_replaced() -> None:
     """Gemma 2's norms multiply with 1 + weight, its activation is GELU."""
     qwen, gemma = (
         causal_model(AutoConfig.for_model(kind, **SHAPE)) for kind in ("qwen3", "gemma2")

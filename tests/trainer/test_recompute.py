@@ -103,7 +103,7 @@ def test_activations_in_pinned_memory_change_nothing_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_activations_go_to_pinned_memory_on_a_stream_of_their_own() -> None:
+def test_activations_go_to_pinned_memory_on_their_own_stream() -> None:
     causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
     inputs: list[int] = []
     to_host: list[int] = []
