@@ -20,7 +20,7 @@ from math import prod
 
 from msgspec import Struct
 
-from so_tui.model.shape import Architecture, architecture
+from so_tui.model.shape import Architecture, AttentionLayers, architecture
 from so_tui.spec.run_spec import ModelSpec, ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
@@ -53,29 +53,12 @@ class Flops(Struct, frozen=True, kw_only=True):
     """
     head_parameters: int
     """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
-    attention_width: int
-    """Query heads x head dimension."""
-    full_layers: int
-    windowed_layers: int
-    window: int | None
-    windowed_attention_width: int = 0
-    """That of layers with a window, if it is another."""
+    attention_layers: tuple[AttentionLayers, ...]
+    """For each kind of attention that the model has."""
     last_products: int = 0
     """Parameters of the last products of all dense feed-forward blocks; 0 with experts."""
     norm_after_mlp: bool = False
     """Whether a norm in the layer needs the results of these products."""
-
-    @property
-    def attention_layers(self) -> tuple[tuple[int, int, int | None], ...]:
-        """How many layers have which width and window, for each kind of attention that the model
-        has.
-        """
-        windowed = self.windowed_attention_width or self.attention_width
-        kinds = (
-            (self.full_layers, self.attention_width, None),
-            (self.windowed_layers, windowed, self.window),
-        )
-        return tuple(kind for kind in kinds if kind[0])
 
     def repeated(self, *, tiled: bool = False) -> int:
         """Return the parameters whose products backward computes again where layers are
@@ -120,11 +103,7 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
     return Flops(
         active_parameters=multiplied - idle_parameters(blocks, shape),
         head_parameters=shape.vocabulary * shape.hidden,
-        attention_width=shape.query_width,
-        full_layers=shape.full_layers,
-        windowed_layers=shape.windowed_layers,
-        window=shape.window,
-        windowed_attention_width=shape.windowed_query_width,
+        attention_layers=shape.attention_layers,
         last_products=last,
         norm_after_mlp=any(norm in name for name in names for norm in _NORMS_AFTER_MLP),
     )

@@ -2,8 +2,8 @@
 in how many bytes.
 
 Pure functions on plain numbers. The planner and the engine that trains use the same ones.
-``deepspeed_gpu_sub_groups`` repeats what DeepSpeed decides by itself, for the modes in which its
-code runs.
+``sub_groups_on_gpu`` repeats what DeepSpeed decides by itself, for the modes in which its code
+runs.
 
 P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A
 sub-group is a run of such parts that is stepped together. All sizes are per rank unless they say
@@ -19,12 +19,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.model.sharding import (
-    deepspeed_gpu_sub_groups,
-    gpu_sub_groups,
-    partition_numel,
-    sub_group_slices,
-)
+from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.model_table import layer_kinds, layers_without_attention
 from so_tui.spec.run_spec import ParameterBlock, Tensor
@@ -42,6 +37,11 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64, "seed_oss": 128}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types of transformers that use ``sliding_window``, where it is set, in all layers."""
+
+
+AttentionLayers = tuple[int, int, int | None]
+"""How many layers have attention of which width (query heads x head dimension), and which window.
+"""
 
 
 class Architecture(Struct, frozen=True, kw_only=True):
@@ -85,12 +85,15 @@ class Architecture(Struct, frozen=True, kw_only=True):
         return self.intermediate * max(1, self.experts_per_token)
 
     @property
-    def full_layers(self) -> int:
-        return self.layers - self.windowed_layers - self.other_layers
-
-    @property
-    def windowed_query_width(self) -> int:
-        return self.heads * (self.windowed_head_dim or self.head_dim)
+    def attention_layers(self) -> tuple[AttentionLayers, ...]:
+        """The layers with attention over pairs of tokens, without and with a window."""
+        full = self.layers - self.windowed_layers - self.other_layers
+        windowed_width = self.heads * (self.windowed_head_dim or self.head_dim)
+        kinds = (
+            (full, self.query_width, None),
+            (self.windowed_layers, windowed_width, self.window),
+        )
+        return tuple(kind for kind in kinds if kind[0])
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -199,8 +202,8 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
 Device = Literal["gpu", "cpu"]
 Group = Literal["decay", "no-decay"]
 DeviceRule = Literal["so-tui", "deepspeed", "gpu"]
-"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, by ``deepspeed_gpu_sub_groups``, or
-all of them.
+"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, as DeepSpeed does, or all of
+them.
 """
 
 WEIGHT_BYTES = 2
@@ -297,10 +300,15 @@ def cut(
 
 
 def sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
-    """Return how many of the first sub-groups stay on the GPU."""
+    """Return how many of the first sub-groups stay on the GPU.
+
+    DeepSpeed 0.19.8 decides by count, rounded down (``stage3.py``, ``subgroup_to_device``). At
+    ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in
+    floating point.
+    """
     if rule == "so-tui":
         return gpu_sub_groups(numels, ratio)
-    return len(numels) if rule == "gpu" else deepspeed_gpu_sub_groups(len(numels), ratio)
+    return len(numels) if rule == "gpu" else int((1 - ratio) * len(numels))
 
 
 def assign_devices(

@@ -155,13 +155,3 @@ def copied(sizes: Sequence[float], second: Collection[int], budget: float) -> tu
             chosen.append(index)
             budget -= sizes[index]
     return tuple(sorted(chosen))
-
-
-def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
-    """Return DeepSpeed 0.19.8's decision (``stage3.py``, ``subgroup_to_device``): by count, rounded
-    down.
-
-    At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in
-    floating point.
-    """
-    return int((1 - ratio) * sub_groups)

@@ -5,7 +5,9 @@ optimizers.
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,24 +15,16 @@ from so_tui.model.sharding import partition_numel, sub_group_slices
 
 stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
 superoffload = pytest.importorskip("deepspeed.runtime.superoffload.superoffload_stage3")
-
-
-class Share:
-    """What the grouping reads of a partitioned parameter."""
-
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-
-    def partition_numel(self) -> int:
-        return self.numel
+Init = pytest.importorskip("deepspeed.runtime.zero.partition_parameters").Init
 
 
 def deepspeed_cut(optimizer_class: type, numels: list[int], sub_group_size: int) -> list[list[int]]:
     optimizer = SimpleNamespace(
         sub_group_size=sub_group_size, sub_group_to_param_num={}, max_grad_numel=0
     )
-    groups = optimizer_class._create_fp16_sub_groups(optimizer, [Share(numel) for numel in numels])  # type: ignore[attr-defined]
-    return [[share.numel for share in group] for group in groups]
+    shares = [SimpleNamespace(partition_numel=lambda numel=numel: numel) for numel in numels]
+    groups = optimizer_class._create_fp16_sub_groups(optimizer, shares)  # type: ignore[attr-defined]
+    return [[share.partition_numel() for share in group] for group in groups]
 
 
 @pytest.mark.parametrize(
@@ -49,12 +43,10 @@ def test_sub_groups_are_those_of_deepspeed(optimizer_class: type, ranks: int) ->
         assert ours == deepspeed_cut(optimizer_class, numels, sub_group_size)
 
 
-def test_a_partition_of_a_real_parameter_has_the_size_we_say() -> None:
-    import deepspeed.runtime.zero.partition_parameters as partition
-
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_partition_of_a_real_parameter_has_the_size_we_say(ranks: int) -> None:
+    init: Any = SimpleNamespace(_partition_world_size=lambda _: ranks)
+    init._padding_size = partial(Init._padding_size, init)
     for numel in (1, 7, 8, 9, 1000):
-        for ranks in (1, 2, 3, 4):
-            init = SimpleNamespace(_partition_world_size=lambda _, ranks=ranks: ranks)
-            init._padding_size = lambda param, init=init: partition.Init._padding_size(init, param)
-            aligned = partition.Init._aligned_size(init, SimpleNamespace(ds_numel=numel))
-            assert aligned // ranks == partition_numel(numel, ranks)
+        aligned = Init._aligned_size(init, SimpleNamespace(ds_numel=numel))
+        assert aligned // ranks == partition_numel(numel, ranks)

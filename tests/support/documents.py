@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from so_tui.spec import RunSpec
 from so_tui_trainer.data.documents import Counts, Documents
@@ -20,15 +26,24 @@ def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
     return Documents(tokens, trained, offsets, Counts(count, 0, 0), "made-up", rows)
 
 
+def ids_of(docs: Documents, index: int) -> Tensor:
+    """Return the tokens of a document, [1, tokens]."""
+    part = slice(docs.offsets[index], docs.offsets[index + 1])
+    return torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
+
+
+def loss_alone(causal: Any, docs: Documents, members: Iterable[int]) -> Tensor:
+    """Return the sum of the losses of documents, each computed alone."""
+    total = torch.zeros(())
+    for member in members:
+        ids, trained = ids_of(docs, member), docs.trained[docs.offsets[member] :][1:]
+        labels = torch.where(torch.tensor(trained[: ids.shape[1] - 1]), ids[0, 1:], -100)
+        logits = causal(input_ids=ids).logits[0, :-1]
+        total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return total
+
+
 def spec(**changes: str) -> RunSpec:
     """Return the tiny preset with sequences of 64 tokens and three gradient accumulation steps."""
-    return tiny(
-        **(
-            {
-                "data__sequence_length": "64",
-                "train__micro_batch": "2",
-                "train__gradient_accumulation": "3",
-            }
-            | changes
-        )
-    )
+    small = {"data__sequence_length": "64", "train__micro_batch": "2"}
+    return tiny(**small | {"train__gradient_accumulation": "3"} | changes)

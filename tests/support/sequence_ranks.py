@@ -21,7 +21,7 @@ import superoffload
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
 from so_tui.plan.planner import make_plan
-from so_tui.spec.run_spec import ModelSpec, RunSpec
+from so_tui.spec.run_spec import ModelSpec
 from so_tui_trainer.data.batches import Batch, Batches
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
@@ -35,7 +35,7 @@ from tests.support import small_training
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.engine import binding
-from tests.support.models import LONGROPE, causal_model
+from tests.support.models import LONGROPE, are_close, causal_model, gradients_of
 from tests.support.rank_processes import leave
 
 SHAPE = small_training.SHAPE | small_training.EXPERTS
@@ -47,9 +47,9 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 @dataclass(frozen=True)
 class Case:
     model_type: str
+    policy: checkpointing.Policy
     shape: dict[str, Any] = field(default_factory=dict)
     """Changes of SHAPE."""
-    policy: checkpointing.Policy = "full"
     settings: dict[str, str] = field(default_factory=dict)
     """Changes of the spec."""
     tile: int = 0
@@ -58,32 +58,15 @@ class Case:
     """Whether only the ends of documents carry loss, of which ranks have uneven shares."""
 
 
+TWICE = {"train__gradient_accumulation": "2"}
+IN_ROWS = {"data__packing": "false", "train__micro_batch": "4"}
 CASES = (
-    Case("qwen3", {"num_key_value_heads": 1}, policy="none"),
-    Case("phi3", LONGROPE, policy="full"),
-    Case("gpt_oss", ALTERNATING, policy="selective"),
-    Case(
-        "gpt_oss",
-        ALTERNATING,
-        policy="attention",
-        settings={"train__gradient_accumulation": "2"},
-        uneven=True,
-    ),
-    Case(
-        "gemma3_text",
-        ALTERNATING,
-        policy="attention",
-        tile=20,
-        settings={"train__gradient_accumulation": "2"},
-        uneven=True,
-    ),
-    Case(
-        "qwen3",
-        policy="attention",
-        tile=20,
-        settings={"data__packing": "false", "train__micro_batch": "4"},
-        uneven=True,
-    ),
+    Case("qwen3", "none", {"num_key_value_heads": 1}),
+    Case("phi3", "full", LONGROPE),
+    Case("gpt_oss", "selective", ALTERNATING),
+    Case("gpt_oss", "attention", ALTERNATING, TWICE, uneven=True),
+    Case("gemma3_text", "attention", ALTERNATING, TWICE, tile=20, uneven=True),
+    Case("qwen3", "attention", {}, IN_ROWS, tile=20, uneven=True),
 )
 """gpt-oss has sinks. With full or attention, all that layers keep is in host memory."""
 
@@ -97,15 +80,13 @@ def uneven() -> Documents:
     return found._replace(trained=trained)
 
 
-def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:
-    return spec(
-        **{
-            "gpus": str(ranks),
-            "train__sequence_parallel": str(ranks),
-            "train__gradient_accumulation": "1",
-        }
-        | changes
-    )
+def batches_of(ranks: int, rank: int, case: Case) -> Batches:
+    """Return the batches of a rank that shares each sequence with all others."""
+    parts = {"gpus": str(ranks), "train__sequence_parallel": str(ranks)}
+    shared = spec(**parts | {"train__gradient_accumulation": "1"} | case.settings)
+    found = Batches(uneven() if case.uneven else documents(), shared, rank)
+    found.end_to_end = ranks > 1
+    return found
 
 
 def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
@@ -116,14 +97,7 @@ def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict
         loss = model(batch, scale)
         torch.autograd.backward(loss)
         total += loss.detach()
-    return {
-        "loss": total,
-        **{
-            name: parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        },
-    }
+    return {"loss": total} | gradients_of(model)
 
 
 def compare(case: Case) -> None:
@@ -132,46 +106,34 @@ def compare(case: Case) -> None:
     disable_dropout(config)
     name = attention.register(PLAIN, attention.sequence_group(ranks))
     exact = case.model_type != "gpt_oss"
-    masked = "sdpa" if exact else "eager"  # eager attention rounds its softmax to float32
-    causal, plain = (
-        _model(config, torch.float64 if exact else torch.float32, each) for each in (name, masked)
-    )
+    # Eager attention rounds its softmax to float32.
+    masked, dtype = ("sdpa", torch.float64) if exact else ("eager", torch.float32)
+    causal, plain = (_model(config, dtype, each) for each in (name, masked))
     room = Room(2, 1 << 20)
-    on_host = HostActivations(
-        room, [room, room] if case.policy == "attention" else [], torch.device("cpu")
-    )
-    checkpointing.install(
-        causal, case.policy, on_host if case.policy in ("full", "attention") else None
-    )
+    results_too = [room, room] if case.policy == "attention" else []
+    on_host = case.policy in ("full", "attention")
+    host = HostActivations(room, results_too, torch.device("cpu")) if on_host else None
+    checkpointing.install(causal, case.policy, host)
     assert not case.tile or fused.install_tiles(causal, case.tile) == SHAPE["num_hidden_layers"]
     model, reference = TrainedModel(causal, name), TrainedModel(plain, masked)
-    docs = uneven() if case.uneven else documents()
-    own = Batches(docs, shared_spec(ranks, case.settings), rank)
-    alone = Batches(docs, shared_spec(1, case.settings), 0)
-    own.end_to_end = True
+    own, alone = batches_of(ranks, rank, case), batches_of(1, 0, case)
     relative, absolute = (1e-5, 1e-8) if exact else (1e-3, 1e-6)
     divided = 0
     for step in (1, 2):
-        assert own.counts(step).trained_tokens == alone.counts(step).trained_tokens
-        scale = 1 / alone.counts(step).trained_tokens
+        tokens = alone.counts(step).trained_tokens
+        assert own.counts(step).trained_tokens == tokens
         parts = list(own.micro_batches(step))
         divided += sum(part.input_ids.shape[1] not in part.boundaries for part in parts)
-        found = results(model, parts, scale)
+        found = results(model, parts, 1 / tokens)
         for tensor in found.values():
             dist.all_reduce(tensor)
-        for key, expected in results(reference, list(alone.micro_batches(step)), scale).items():
-            what = f"{case.model_type}, {case.policy}, {key}"
-            torch.testing.assert_close(
-                found[key], expected, rtol=relative, atol=absolute, msg=f"{what}: {{}}".format
-            )
+        expected = results(reference, list(alone.micro_batches(step)), 1 / tokens)
+        are_close(found, expected, relative, absolute)
     assert divided, "a document that two ranks share"
     last = parts[-1]
-    empty = (
-        replace(last, predictors=last.predictors[:0], targets=last.targets[:0])
-        if rank == 0
-        else last
-    )
-    assert all(tensor.isfinite().all() for tensor in results(model, [empty], scale).values())
+    if rank == 0:
+        last = replace(last, predictors=last.predictors[:0], targets=last.targets[:0])
+    assert all(tensor.isfinite().all() for tensor in results(model, [last], 1.0).values())
 
 
 def _model(config: PretrainedConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
@@ -203,17 +165,10 @@ def plain_attention(
 def steps(**changes: str) -> list[tuple[float, float]]:
     """Train two steps of four sequences; return mean losses of all ranks, and norms."""
     size = dist.get_world_size()
-    plan = make_plan(
-        spec(
-            gpus=str(size),
-            offload__mode="superoffload",
-            train__gradient_clipping="1",
-            # With more, Adam amplifies how parts round, which depends on the CPU.
-            train__learning_rate="1e-3",
-            **changes,
-        ),
-        inspect_machine(),
-    )
+    # With more, Adam amplifies how parts round, which depends on the CPU.
+    settings = {"train__gradient_clipping": "1", "train__learning_rate": "1e-3"} | changes
+    asked = spec(gpus=str(size), offload__mode="superoffload", **settings)
+    plan = make_plan(asked, inspect_machine())
     run = plan.spec
     torch.manual_seed(run.train.seed)
     kept_bytes.clear()
@@ -247,11 +202,8 @@ def train() -> None:
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     building.HostActivations = Measured  # type: ignore[assignment, attr-defined]
-    full = {
-        "train__gradient_accumulation": "1",
-        "model__activation_checkpointing": "full",
-        "model__activation_offload": "off",
-    }
+    full = {"train__gradient_accumulation": "1", "model__activation_checkpointing": "full"}
+    full |= {"model__activation_offload": "off"}
     kept = full | {"model__activation_checkpointing": "attention"}
     fetched = {"offload__parameters": "cpu"}
     apart = steps(**full)
@@ -267,12 +219,8 @@ def train() -> None:
     on_host = kept | parts | fetched | {"model__activation_offload": "on"}
     assert shared == steps(**on_host)
     everything = steps(**on_host, model__tiled_mlp="on")
-    for name, found in {"shared": shared, "tiled": tiled, "everything": everything}.items():
-        assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (
-            name,
-            found,
-            apart,
-        )
+    for found in (shared, tiled, everything):
+        assert found == [pytest.approx(expected, rel=0.003) for expected in apart]
     for (loss, norm), (expected, expected_norm) in zip(norms_too, plain_norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
         # Adam amplifies how bf16 rounds small gradients.

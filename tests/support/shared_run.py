@@ -9,3 +9,5 @@ PROMPTS = {
 }
 """What the shared run is asked, which must not change its losses."""
 SUPEROFFLOAD = {"offload__mode": "superoffload"}
+PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
+"""Fields of a step record, which add up to its time."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from transformers import AutoConfig, PreTrainedModel
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, checkpointing
 from so_tui_trainer.model import fused as kernels
-from so_tui_trainer.model import fused as tiles
 from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.documents import documents, spec
-from tests.support.models import causal_model, grad_of
+from tests.support.models import are_close, causal_model, grad_of
 
 SHAPE = {
     "vocab_size": 2048,
@@ -43,10 +41,12 @@ EXPERTS = {
 MIXTURES = ("qwen3_moe", "gpt_oss")
 
 
-def pairs(policies: Sequence[str], kinds: Sequence[str]) -> list[ParameterSet]:
+def pairs(policies: Sequence[str], kinds: Sequence[str], *rest: object) -> list[ParameterSet]:
     """Return each kind of model under each policy, of which one is in the fast tier."""
     return [
-        pytest.param(policy, kind, marks=[] if at % len(policies) == number else [pytest.mark.slow])
+        pytest.param(
+            policy, kind, *rest, marks=[] if at % len(policies) == number else [pytest.mark.slow]
+        )
         for at, kind in enumerate(kinds)
         for number, policy in enumerate(policies)
     ]
@@ -54,22 +54,18 @@ def pairs(policies: Sequence[str], kinds: Sequence[str]) -> list[ParameterSet]:
 
 Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
-
-
 TOKENS = 2 * 128
 """Of a micro-batch."""
 QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 
 
-def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostActivations:
+def on_host(device: str, results: bool) -> HostActivations:
     """Return host memory for layers' inputs, and for attention's results and log-sum-exp."""
-    layers, each = shape["num_hidden_layers"], TOKENS * 4
-    rooms = (
-        [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])]
-        if results
-        else []
+    heads, width = SHAPE["num_attention_heads"], SHAPE["hidden_size"]
+    inputs, *rooms = (
+        Room(SHAPE["num_hidden_layers"], TOKENS * 4 * size) for size in (width, QUERIES, heads)
     )
-    return HostActivations(Room(layers, each * shape["hidden_size"]), rooms, torch.device(device))
+    return HostActivations(inputs, rooms if results else [], torch.device(device))
 
 
 def model_of(
@@ -82,16 +78,14 @@ def model_of(
     with_kernels: attention.Kernels | None = None,
     fused: tuple[str, ...] = (kernels.EXPERTS,),
     dtype: torch.dtype = torch.float32,
-    head_dim: int = SHAPE["head_dim"],
+    **shape: Any,
 ) -> PreTrainedModel:
     """Return a small model. Only kernels that take boundaries give results that can be kept."""
     torch.manual_seed(0)
-    mixture = model_type in MIXTURES
     masked = "eager" if model_type == "gpt_oss" else "sdpa"
     implementation = attention.register(with_kernels) if with_kernels else masked
-    config = AutoConfig.for_model(
-        model_type, **SHAPE | (EXPERTS if mixture else {}) | {"head_dim": head_dim}
-    )
+    experts = EXPERTS if model_type in MIXTURES else {}
+    config = AutoConfig.for_model(model_type, **SHAPE | experts | shape)
     disable_dropout(config)
     causal = causal_model(config, dtype=dtype, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
@@ -100,7 +94,7 @@ def model_of(
         causal, policy, on_host(device, with_kernels is not None) if offloaded else None
     )
     if tile:
-        assert tiles.install_tiles(causal, tile) == SHAPE["num_hidden_layers"]
+        assert kernels.install_tiles(causal, tile) == SHAPE["num_hidden_layers"]
     causal.train()
     return causal
 
@@ -126,19 +120,25 @@ def trained(
     }
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products by the pass they are in."""
+def agree(found: Trained, expected: Trained, relative: float = 0.0, absolute: float = 0.0) -> None:
+    """Assert that two trainings have the same loss, and gradients as close as is said."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6 if relative else 0.0, abs=0.0)
+    are_close(found[1], expected[1], relative, absolute)
 
-    def __init__(self) -> None:
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a function of each operation of torch: which one, its arguments, and its result."""
+
+    def __init__(self, note: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-        self.label = "forward"
+        self._note = note
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.counts[self.label] += 1
-        if function is torch.ops.aten._grouped_mm.default:
-            self.counts[f"experts' {self.label}"] += 1
-        return function(*arguments, **(keywords or {}))
+        result = operation(*arguments, **(keywords or {}))
+        self._note(operation, arguments, result)
+        return result
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -1,8 +1,5 @@
 """Attention by kernels, with sinks, windows and caps: against eager attention in float64."""
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from benchmarks.attention import planned_table, table
-from so_tui.spec import InputError
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
 from so_tui_trainer.model import apply
 from so_tui_trainer.model.attention import Documents, Kernels, _Attention, present, register
 from tests.support.attention import PLAIN, backends, visible
+from tests.support.problems import rejected
 
 NAMES = ("out", "query", "key", "value", "sinks")
 LENGTHS = (1, 37, 5, 64, 21)
@@ -29,22 +25,31 @@ ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
 
 
 def case(
-    window: int | None, dtype: torch.dtype, device: str = "cpu"
+    window: int | None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    lengths: tuple[int, ...] = LENGTHS,
+    heads: tuple[int, int, int] = (HEADS, KEY_HEADS, SIZE),
+    **options: Any,
 ) -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
     # Nothing else in this process draws from this generator.
     drawn = torch.Generator().manual_seed(3)
-    tokens = sum(LENGTHS)
-    shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]
+    (count, key_count, size), tokens = heads, sum(lengths)
+    keys = (tokens, key_count, size)
     inputs = [
-        torch.randn(shape, generator=drawn).to(device, dtype).requires_grad_() for shape in shapes
+        torch.randn(shape, generator=drawn).to(device, dtype).requires_grad_()
+        for shape in ((tokens, count, size), keys, keys, (count,))
     ]
-    boundaries = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    return (
-        inputs,
-        torch.randn(shapes[0], generator=drawn).to(device, dtype),
-        Documents(boundaries, max(LENGTHS), SIZE**-0.5, window),
-    )
+    gradient = torch.randn(inputs[0].shape, generator=drawn).to(device, dtype)
+    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    return inputs, gradient, Documents(boundaries, max(lengths), size**-0.5, window, **options)
+
+
+def on_gpu(
+    size: int, dtype: torch.dtype, window: int | None = None, **options: Any
+) -> tuple[list[Tensor], Tensor, Documents]:
+    return case(window, dtype, "cuda", LONG, (8, 2, size), **options)
 
 
 def eager(inputs: list[Tensor], documents: Documents) -> Tensor:
@@ -71,15 +76,18 @@ def results(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]
     return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
 
 
-@pytest.mark.parametrize("window", [None, 1, 8])
-def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | None) -> None:
-    inputs, gradient, documents = case(window, torch.float64)
-    expected = results(eager(inputs, documents), inputs, gradient)
-    found = results(attended(inputs, documents, PLAIN), inputs, gradient)
+def are_close_to(found: list[Tensor], expected: list[Tensor]) -> None:
     for name, one, other in zip(NAMES, found, expected, strict=True):
         torch.testing.assert_close(
             one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format
         )
+
+
+@pytest.mark.parametrize("window", [None, 1, 8])
+def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | None) -> None:
+    inputs, gradient, documents = case(window, torch.float64)
+    expected = results(eager(inputs, documents), inputs, gradient)
+    are_close_to(results(attended(inputs, documents, PLAIN), inputs, gradient), expected)
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
 
 
@@ -89,90 +97,47 @@ def test_capped_scores_give_every_gradient(window: int | None) -> None:
     documents = documents._replace(softcap=1.5)
     query, key, value, sinks = inputs
     keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
-    found = 1.5 * (torch.einsum("qhd,khd->hqk", query, keys) * documents.scale / 1.5).tanh()
-    with_sinks = torch.cat(
-        [
-            found.masked_fill(~visible(documents), -torch.inf),
-            sinks[:, None, None].expand(-1, len(query), 1),
-        ],
-        dim=-1,
-    )
+    capped = 1.5 * (torch.einsum("qhd,khd->hqk", query, keys) * documents.scale / 1.5).tanh()
+    scores = capped.masked_fill(~visible(documents), -torch.inf)
+    with_sinks = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
     out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
-    expected = results(out, inputs, gradient)
-    for name, one, other in zip(
-        NAMES, results(attended(inputs, documents, PLAIN), inputs, gradient), expected, strict=True
-    ):
-        torch.testing.assert_close(
-            one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format
-        )
+    found = results(attended(inputs, documents, PLAIN), inputs, gradient)
+    are_close_to(found, results(out, inputs, gradient))
+
+
+def as_transformers_calls_it(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Documents
+) -> Tensor:
+    """Attend with [1, heads, tokens, size] through the adapter that transformers calls."""
+    known: Any = AttentionInterface
+    boundaries = {"cu_seq_lens_q": documents.boundaries, "max_length_q": documents.longest}
+    attention = known()[register(PLAIN)]
+    out: Tensor = attention(None, query, key, value, mask, scaling=documents.scale, **boundaries)[0]
+    return out
 
 
 def test_values_with_smaller_heads_than_keys_are_attended() -> None:
-    """DeepSeek's latent attention, through the adapter that transformers calls."""
-    torch.manual_seed(3)
-    tokens = sum(LENGTHS)
-    query, key = (
-        torch.randn(1, heads, tokens, SIZE, dtype=torch.float64) for heads in (HEADS, KEY_HEADS)
-    )
-    value = torch.randn(1, KEY_HEADS, tokens, SIZE - 6, dtype=torch.float64)
-    boundaries = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    known: Any = AttentionInterface
-    attention = known()[register(PLAIN)]
-    out, _ = attention(
-        None,
-        query,
-        key,
-        value,
-        None,
-        scaling=0.25,
-        cu_seq_lens_q=boundaries,
-        max_length_q=max(LENGTHS),
-    )
+    """DeepSeek's latent attention."""
+    inputs, _, documents = case(None, torch.float64)
+    query, key, value = (tensor.detach().transpose(0, 1)[None] for tensor in inputs[:3])
+    value = value[..., :-6]
+    out = as_transformers_calls_it(query, key, value, None, documents)
     keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
-    mask = visible(Documents(boundaries, max(LENGTHS), 0.25))
-    expected = scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, scale=0.25
-    ).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
+    mask = visible(documents)
+    expected = scaled_dot_product_attention(query, keys, values, mask, scale=documents.scale)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
-    (query, key, value, _), _, documents = case(None, torch.float64)
-    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    mask = torch.zeros(1, 1, len(query), len(query), dtype=torch.float64)
-    known: Any = AttentionInterface
-    attention = known()[register(PLAIN)]
-    with pytest.raises(InputError) as raised:
-        attention(
-            None,
-            queries,
-            keys,
-            values,
-            mask,
-            scaling=1.0,
-            cu_seq_lens_q=documents.boundaries,
-            max_length_q=documents.longest,
-        )
-    assert [(problem.code, problem.field) for problem in raised.value.problems] == [
-        ("model-packing-unsupported", "model.config")
-    ]
+    inputs, _, documents = case(None, torch.float64)
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in inputs[:3])
+    mask = torch.zeros(1, 1, sum(LENGTHS), sum(LENGTHS), dtype=torch.float64)
+    with rejected("model-packing-unsupported", field="model.config"):
+        as_transformers_calls_it(queries, keys, values, mask, documents)
 
 
-def on_gpu(
-    size: int, dtype: torch.dtype, device: str, **options: Any
-) -> tuple[list[Tensor], Tensor, Documents]:
-    """Longer documents than ``case``, of several tiles, one of them a single token."""
-    lengths, heads, key_heads = (1, 700, 5, 1024, 130), 8, 2
-    torch.manual_seed(3)
-    tokens = sum(lengths)
-    shapes = [(tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size), (heads,)]
-    inputs = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
-    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    return (
-        inputs,
-        torch.randn(shapes[0]).to(device, dtype),
-        Documents(boundaries, max(lengths), size**-0.5, **options),
-    )
+LONG = (1, 700, 5, 1024, 130)
+"""Of several tiles, one of them a single token."""
 
 
 @pytest.mark.gpu
@@ -197,9 +162,9 @@ def test_backends_err_no_more_than_plain(backend: Any, size: int, options: dict[
     available = backends(Needs(head_size=size, sinks=True, softcap="softcap" in options))
     if backend not in available:
         pytest.skip("cannot be used here")
-    exact_inputs, exact_gradient, exact_documents = on_gpu(size, torch.float64, "cuda", **options)
-    exact = results(attended(exact_inputs, exact_documents, PLAIN), exact_inputs, exact_gradient)
-    inputs, gradient, documents = on_gpu(size, torch.bfloat16, "cuda", **options)
+    inputs, gradient, documents = on_gpu(size, torch.float64, **options)
+    exact = results(attended(inputs, documents, PLAIN), inputs, gradient)
+    inputs, gradient, documents = on_gpu(size, torch.bfloat16, **options)
     rounded = results(attended(inputs, documents, PLAIN), inputs, gradient)
     found = results(attended(inputs, documents, available[backend]), inputs, gradient)
     for name, one, other, truth in zip(NAMES, found, rounded, exact, strict=True):
@@ -213,42 +178,16 @@ def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
     available = backends(Needs(head_size=128, deterministic=True))
     if backend not in available:
         pytest.skip("cannot be used here")
-    inputs, gradient, documents = on_gpu(128, torch.bfloat16, "cuda")
+    inputs, gradient, documents = on_gpu(128, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
         first, *others = (
-            [
-                one.clone()
-                for one in results(
-                    attended(inputs, documents, available[backend]), inputs, gradient
-                )
-            ]
+            results(attended(inputs, documents, available[backend]), inputs, gradient)
             for _ in range(4)
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(
-        torch.equal(one, same) for other in others for one, same in zip(first, other, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("results", "tables"),
-    [
-        ("attention-h200", table),
-        ("attention-h200-second", table),
-        ("length-h200", planned_table),
-        ("length-h200-x2", planned_table),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_the_docs_show_what_was_measured(
-    results: str, tables: Callable[[list[dict[str, Any]]], str]
-) -> None:
-    root = Path(__file__).parents[2]
-    rows = json.loads((root / "benchmarks" / "results" / f"{results}.json").read_text())
-    shown = (root / "docs" / "attention.md").read_text()
-    assert all(part in shown for part in tables(rows).split("\n\n"))
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:

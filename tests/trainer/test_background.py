@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,9 @@ from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint_folder
-from tests.support.launching import log, of_kind, records, start, tiny
+from tests.support.launching import Kind, log, of_kind, records, start, tiny
 from tests.support.python_path import python_path
+from tests.support.shared_run import SUPEROFFLOAD
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +28,12 @@ write = os.pwrite
 os.pwrite = lambda *arguments: time.sleep(float(os.environ["SLOW_S"])) or write(*arguments)
 """
 """Only states are written by this function: three arrays a sub-group."""
-SETTINGS = {
+SETTINGS = SUPEROFFLOAD | {
     "gpus": "2",
     "train__steps": "16",
     "train__deterministic": "true",
     "train__micro_batch": "1",
     "data__sequence_length": "64",
-    "offload__mode": "superoffload",
     "checkpoint__every_steps": "3",
 }
 
@@ -49,7 +48,6 @@ class Run:
         self._spec = tiny(**SETTINGS | settings)
         self.directory = create_run(self._spec, folder / "runs")
         self.attempt = 0
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: dict[str, str] | None = None) -> None:
         self.attempt += 1
@@ -58,14 +56,12 @@ class Run:
     def wait_for(self, moment: Callable[[], bool]) -> None:
         end = time.monotonic() + 200
         while not moment():
-            assert self._process is not None
             assert self._process.poll() is None, log(self.directory, self.attempt)
             assert time.monotonic() < end, log(self.directory, self.attempt)
             time.sleep(0.02)
 
     def finish(self) -> EndRecord:
         """Wait for the end of the attempt and return what it says."""
-        assert self._process is not None
         self._process.wait(timeout=200)
         last = records(self.directory)[-1]
         assert isinstance(last, EndRecord), log(self.directory, self.attempt)
@@ -73,34 +69,24 @@ class Run:
 
     def kill(self) -> None:
         """Kill the ranks and whatever they started."""
-        assert self._process is not None
-        pids = {rank for binding in self._bindings() for rank in binding}
-        for pid in (*pids, self._process.pid):
+        ranks = [rank.pid for binding in self.of(BindingRecord) for rank in binding.ranks]
+        for pid in {*ranks, self._process.pid}:
             os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
-    def _bindings(self) -> Iterator[tuple[int, ...]]:
-        for record in records(self.directory):
-            if record.attempt == self.attempt and isinstance(record, BindingRecord):
-                yield tuple(rank.pid for rank in record.ranks)
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the records of a kind of this attempt."""
+        every = of_kind(self.directory, kind)
+        return [record for record in every if record.attempt == self.attempt]
 
-    @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written while this attempt trains."""
-        phases = [
-            record
-            for record in of_kind(self.directory, PhaseRecord)
-            if record.attempt == self.attempt
-        ]
+        """Return whether a checkpoint is being written while this attempt trains."""
+        phases = self.of(PhaseRecord)
         return bool(phases) and phases[-1].detail.startswith("writing the checkpoint")
 
     @property
     def saved(self) -> list[CheckpointRecord]:
-        return [
-            record
-            for record in of_kind(self.directory, CheckpointRecord)
-            if record.attempt == self.attempt
-        ]
+        return self.of(CheckpointRecord)
 
     @property
     def valid(self) -> list[int]:
@@ -111,19 +97,12 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """Of this attempt, by step."""
-        found = (
-            record
-            for record in of_kind(self.directory, StepRecord)
-            if record.attempt == self.attempt
-        )
-        return {record.step: record.loss for record in found}
+        return {record.step: record.loss for record in self.of(StepRecord)}
 
 
 def states(path: Path) -> list[bytes]:
-    return [
-        file.read_bytes()
-        for file in sorted(checkpoint_folder.optimizer_folder(path).glob("*.states"))
-    ]
+    files = sorted(checkpoint_folder.optimizer_folder(path).glob("*.states"))
+    return [file.read_bytes() for file in files]
 
 
 def test_a_run_trains_while_saving_and_resumes_exactly(tmp_path: Path) -> None:
@@ -156,7 +135,7 @@ def test_a_broken_save_leaves_the_checkpoint_before(
         pytest.skip("the disk is filled by a library that needs a C compiler")
     run = Run(tmp_path, 0.2, gpus="1", train__steps="10000", checkpoint__keep="1")
     run.start()
-    run.wait_for(lambda: bool(run.saved) and run.is_writing)
+    run.wait_for(lambda: bool(run.saved) and run.is_writing())
     run.kill()
     newest = checkpoint_folder.newest(run.directory.checkpoints_dir, run_id(run.directory))
     assert newest is not None
@@ -165,7 +144,7 @@ def test_a_broken_save_leaves_the_checkpoint_before(
     killed_after = newest.manifest.step
 
     run.start()
-    run.wait_for(lambda: run.is_writing)
+    run.wait_for(run.is_writing)
     state.request(run.directory, "stop")
     end = run.finish()
     state.clear(run.directory, "stop")
@@ -177,7 +156,7 @@ def test_a_broken_save_leaves_the_checkpoint_before(
 
     shim = Shim(library, tmp_path / "control")
     run.start(shim.environment())
-    run.wait_for(lambda: run.is_writing)
+    run.wait_for(run.is_writing)
     shim.fill("/checkpoints/")
     failed = run.finish()
     assert (failed.state, failed.code) == ("failed", "disk-full")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from so_tui_trainer.model import apply, experts
+from so_tui_trainer.model import experts
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.experts import Weights, _Gated, _route, mixture
+from so_tui_trainer.model.experts import Weights, mixture
 from so_tui_trainer.model.fused import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.fused import install_kernels
 from so_tui_trainer.model.kernels import Gate
@@ -24,7 +25,37 @@ SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
 
 
-def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
+class Example(NamedTuple):
+    """Inputs of a mixture. Those of its leaves take gradients."""
+
+    hidden: Tensor
+    chosen: Tensor
+    shares: Tensor
+    weights: Weights
+
+    def leaves(self, like: Tensor) -> Example:
+        """Return copies in the type and on the device of ``like`` that take gradients."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(like).requires_grad_()
+
+        own = (leaf(each) if isinstance(each, Tensor) else each for each in self.weights)
+        chosen = self.chosen.to(like.device)
+        return Example(leaf(self.hidden), chosen, leaf(self.shares), Weights(*own))  # type: ignore[arg-type]
+
+    def results(self, compute: Callable[..., Tensor], gate: Gate) -> list[Tensor]:
+        """Return what is computed and the gradients of its mean, in fp32 on the CPU."""
+        result = compute(*self, gate)
+        torch.autograd.backward(result.float().mean())
+        tensors = [each for each in (self.hidden, self.shares, *self.weights) if _is_tensor(each)]
+        return [each.detach().float().cpu() for each in (result, *map(grad_of, tensors))]
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
+
+
+def example(gate: Gate, hidden: int, width: int) -> Example:
     """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and inputs first."""
     generator = torch.Generator().manual_seed(0)
 
@@ -36,19 +67,23 @@ def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor
         [others[torch.randperm(len(others), generator=generator)[:CHOICES]] for _ in range(TOKENS)]
     )
     first, second = 0.5 * normal(EXPERTS, 2 * width, hidden), normal(EXPERTS, hidden, width)
-    if gate is SILU:
-        weights = Weights(first, second, None, None, inputs_first=False)
-    else:
+    weights = Weights(first, second, None, None, inputs_first=False)
+    if gate is CLAMPED:
         first, second = first.transpose(1, 2).contiguous(), second.transpose(1, 2).contiguous()
-        weights = Weights(
-            first, second, normal(EXPERTS, 2 * width), normal(EXPERTS, hidden), inputs_first=True
-        )
-    return (
-        4 * normal(TOKENS, hidden),
-        chosen,
-        torch.rand(TOKENS, CHOICES, generator=generator),
-        weights,
-    )
+        biases = normal(EXPERTS, 2 * width), normal(EXPERTS, hidden)
+        weights = Weights(first, second, *biases, inputs_first=True)
+    shares = torch.rand(TOKENS, CHOICES, generator=generator)
+    return Example(4 * normal(TOKENS, hidden), chosen, shares, weights)
+
+
+def are_near(found: list[Tensor], expected: list[Tensor], share: float) -> None:
+    """Compare norms: single elements are small beside what they are summed from."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= share * theirs.norm()
+
+
+BF16 = 0.02
+"""Of eight bits."""
 
 
 def one_by_one(
@@ -75,73 +110,32 @@ def one_by_one(
     return torch.stack(results)
 
 
-def leaves(
-    hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor
-) -> tuple[Tensor, Tensor, Weights]:
-    """Copies in the type and on the device of ``like``, that take gradients."""
-    hidden, shares = (tensor.detach().to(like).requires_grad_() for tensor in (hidden, shares))
-    first, second, first_bias, second_bias, inputs_first = weights
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(like).requires_grad_()
-
-    own_first, own_second = (
-        None if bias is None else leaf(bias) for bias in (first_bias, second_bias)
-    )
-    return hidden, shares, Weights(leaf(first), leaf(second), own_first, own_second, inputs_first)
-
-
-def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
-    return [
-        leaf.grad
-        for leaf in (hidden, shares, *weights)
-        if isinstance(leaf, Tensor) and leaf.grad is not None
-    ]
-
-
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("product", [grouped_mm, _by_group], ids=["grouped_mm", "by_group"])
 def test_it_is_the_sum_of_what_each_expert_says(
     product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "grouped_mm", product)
-    hidden, chosen, shares, weights = example(gate, 16, 24)
-    results = []
-    for compute in (one_by_one, mixture):
-        own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, torch.empty(0))
-        result = compute(own_hidden, chosen, own_shares, own_weights, gate)
-        torch.autograd.backward(result.square().mean())
-        results.append([result.detach(), *gradients(own_hidden, own_shares, own_weights)])
-    expected, found = results
-    assert len(found) == len(expected) == (5 if gate is SILU else 7)
-    for mine, theirs in zip(found, expected, strict=True):
-        # Single elements are small beside what they are summed from.
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    given = example(gate, 16, 24)
+    expected, found = (
+        given.leaves(torch.empty(0)).results(compute, gate) for compute in (one_by_one, mixture)
+    )
+    assert len(found) == (5 if gate is SILU else 7)
+    are_near(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate) -> None:
     """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
-    hidden, chosen, shares, weights = example(gate, 16, 24)
-    hidden = hidden / 8
-    results = []
-    for compute, dtype in ((one_by_one, torch.float32), (mixture, torch.bfloat16)):
-        own_hidden, _, own_weights = leaves(
-            hidden, shares, weights, torch.empty(0, device=device, dtype=dtype)
-        )
-        own_shares = shares.t().contiguous().to(device).requires_grad_()
-        result = compute(own_hidden, chosen.to(device), own_shares.t(), own_weights, gate)
-        assert result.dtype == dtype
-        torch.autograd.backward(result.float().mean())
-        results.append(
-            [
-                part.detach().float().cpu()
-                for part in (result, *gradients(own_hidden, own_shares, own_weights))
-            ]
-        )
-    for theirs, mine in zip(*results, strict=True):
-        assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
+    given = example(gate, 16, 24)
+    given = given._replace(hidden=given.hidden / 8)
+    expected = given.leaves(torch.empty(0, device=device)).results(one_by_one, gate)
+    own = given.leaves(torch.empty(0, device=device, dtype=torch.bfloat16))
+    shares = given.shares.t().contiguous().t().to(device).requires_grad_()
+    found = own._replace(shares=shares).results(mixture, gate)
+    are_near(found, expected, BF16)
+    assert mixture(*own, gate).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("limit", [7.0, 1000.0])
@@ -166,9 +160,8 @@ def test_another_limit_than_gpt_oss_is_left_alone(limit: float) -> None:
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_what_backward_needs_of_a_matrix_is_the_parameter(gate: Gate) -> None:
     """A view would hold the memory that ZeRO-3 gathers a parameter into."""
-    hidden, chosen, shares, weights = example(gate, 16, 24)
-    own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, torch.empty(0))
-    matrices = {matrix.data_ptr(): matrix for matrix in (own_weights.first, own_weights.second)}
+    own = example(gate, 16, 24).leaves(torch.empty(0))
+    matrices = {matrix.data_ptr(): matrix for matrix in (own.weights.first, own.weights.second)}
     saved: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -176,91 +169,30 @@ def test_what_backward_needs_of_a_matrix_is_the_parameter(gate: Gate) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        mixture(own_hidden, chosen, own_shares, own_weights, gate)
+        mixture(*own, gate)
     found = [tensor for tensor in saved if tensor.data_ptr() in matrices]
     assert len(found) == 2
     assert all(tensor is matrices[tensor.data_ptr()] for tensor in found)
-
-
-@pytest.mark.parametrize("gate", [SILU, CLAMPED._replace(limit=1.0)], ids=["silu", "clamped"])
-def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
-    _, chosen, shares, _ = example(gate, 8, 8)
-    generator = torch.Generator().manual_seed(0)
-    pairs, width = chosen.numel(), 3
-    leaves = (
-        torch.randn(pairs, 2 * width, generator=generator),
-        shares,
-        torch.randn(EXPERTS, 2 * width, generator=generator),
-    )
-    doubles = [leaf.double().requires_grad_() for leaf in leaves]
-
-    def compute(products: Tensor, shares: Tensor, bias: Tensor) -> Tensor:
-        return apply(_Gated, products, shares, bias, _route(chosen, EXPERTS), gate)
-
-    assert torch.autograd.gradcheck(compute, doubles)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [40, 768, 2880])
-@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
-    _, chosen, shares, _ = example(gate, 8, 8)
-    products, gradient = (
-        5 * torch.randn(chosen.numel(), 2 * width),
-        torch.randn(chosen.numel(), width),
-    )
-    bias = None if gate is SILU else torch.randn(EXPERTS, 2 * width)
-    results = []
-    for device in ("cpu", "cuda"):
-        own_products, own_shares = (
-            leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares)
-        )
-        own_bias = None if bias is None else bias.detach().clone().to(device).requires_grad_()
-        result = apply(
-            _Gated, own_products, own_shares, own_bias, _route(chosen.to(device), EXPERTS), gate
-        )
-        torch.autograd.backward(result, gradient.to(device))
-        results.append(
-            [
-                result.detach().cpu(),
-                *(
-                    grad_of(leaf).cpu()
-                    for leaf in (own_products, own_shares, own_bias)
-                    if leaf is not None
-                ),
-            ]
-        )
-    for theirs, mine in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [24, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
-    hidden, chosen, shares, weights = example(gate, 64, width)
+    given = example(gate, 64, width)
     # Within the limit: where a number of eight bits falls to its other side, a gradient is gone.
-    hidden = hidden / 8
-    results = []
-    for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
-        own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)
-        own_chosen = chosen.to(like.device)
-        if like.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            result = mixture(own_hidden, own_chosen, own_shares, own_weights, gate)
-            torch.autograd.backward(result.float().mean())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        results.append(
-            [
-                part.detach().float().cpu()
-                for part in (result, *gradients(own_hidden, own_shares, own_weights))
-            ]
-        )
-    for theirs, mine in zip(*results, strict=True):
-        assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
+    given = given._replace(hidden=given.hidden / 8)
+    own = given.leaves(torch.empty(0, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = mixture(*own, gate)
+        torch.autograd.backward(result.float().mean())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = given.leaves(torch.empty(0)).results(mixture, gate)
+    own = given.leaves(torch.empty(0, device="cuda", dtype=torch.bfloat16))
+    are_near(own.results(mixture, gate), expected, BF16)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])

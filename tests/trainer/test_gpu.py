@@ -1,6 +1,6 @@
 """Tests that need a CUDA device: variable-length kernels, and training in each mode."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,44 +20,38 @@ from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import backends
 from tests.support.documents import documents, spec
 from tests.support.launching import log, of_kind, records, tiny, train
-from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
+from tests.support.models import (
+    ONE_OF_EACH,
+    SMALL,
+    causal_model,
+    grad_of,
+    gradients_of,
+    scaled_down,
+)
+from tests.support.shared_run import PARTS, SUPEROFFLOAD
 
 pytestmark = pytest.mark.gpu
 
 
-def agree(causal: Any, attentions: Sequence[str | attention.Kernels], share: float) -> None:
-    """Check loss and gradients of packed documents with kernels against the first attention."""
+def agree(causal: Any, kernels: Iterable[attention.Kernels], share: float) -> None:
+    """Check loss and gradients of packed documents with kernels against eager attention."""
     torch.nn.Module.cuda(causal)
     batches = Batches(documents(), spec(data__sequence_length="128"), 0)
     batch = next(batches.micro_batches(1)).to(torch.device("cuda"))
     results = []
-    for each in attentions:
-        implementation = each if isinstance(each, str) else attention.register(each)
+    for each in (None, *kernels):
+        implementation = attention.register(each) if each else "eager"
         causal.set_attn_implementation(implementation)
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        gradients = {
-            name: grad_of(parameter).float().clone()
-            for name, parameter in causal.named_parameters()
-        }
-        results.append((loss.item(), gradients))
+        results.append((loss.item(), gradients_of(causal)))
     (expected, gradients), *others = results
     for loss, found in others:
         assert loss == pytest.approx(expected, rel=2e-3)
         for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() < share * gradient.norm() + 1e-5, name
-
-
-@pytest.mark.parametrize("window", [None, 16])
-def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) -> None:
-    torch.manual_seed(0)
-    config = load_config(tiny().model)
-    if window:
-        config.use_sliding_window, config.sliding_window = True, window
-        config.layer_types = ["sliding_attention", "full_attention"] * 3
-    causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    agree(causal, ("eager", "sdpa", *backends().values()), 0.05)
+            error = (found[name].float() - gradient.float()).norm()
+            assert error < share * gradient.float().norm() + 1e-5, name
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
@@ -68,7 +62,7 @@ def test_packed_gradients_are_the_same_in_every_kernel(kind: str) -> None:
     config.num_experts_per_tok = SMALL["num_experts"]
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    agree(causal, ("eager", *backends().values()), 0.06)
+    agree(causal, backends().values(), 0.06)
 
 
 def test_the_loss_takes_the_memory_of_the_plan_on_a_gpu() -> None:
@@ -82,8 +76,7 @@ def test_the_loss_takes_the_memory_of_the_plan_on_a_gpu() -> None:
     )
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss = HeadLoss(weight)(hidden, predictors, targets, 1 / tokens)
-    torch.autograd.backward(loss)
+    torch.autograd.backward(HeadLoss(weight)(hidden, predictors, targets, 1 / tokens))
     beyond = torch.cuda.max_memory_allocated() - before - 2 * weight.numel()
     vectors = 64 * 8 * tokens
     assert beyond < 2 * 2**30
@@ -94,8 +87,7 @@ def test_the_loss_takes_the_memory_of_the_plan_on_a_gpu() -> None:
         expected = torch.nn.functional.cross_entropy(logits, targets[rows])
         found = HeadLoss(weight)(hidden, predictors[rows], targets[rows], 1 / 64)
     assert found.item() == pytest.approx(expected.item(), rel=2e-3)
-    assert weight.grad is not None
-    assert torch.isfinite(weight.grad).all()
+    assert torch.isfinite(grad_of(weight)).all()
 
 
 def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
@@ -118,30 +110,19 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert len(found) == len(expected) == 15
     for copies, batch in zip(found, expected, strict=True):
-        assert all(
-            torch.equal(copy.cpu(), tensor)
-            for copy, tensor in zip(copies, batch.tensors, strict=True)
-        )
+        assert all(map(torch.equal, (copy.cpu() for copy in copies), batch.tensors))
 
 
 @pytest.mark.slow
 def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> None:
-    settings = {
-        "gpus": "1",
-        "offload__mode": "superoffload",
-        "train__steps": "6",
-        "data__held_out": "30",
-        "checkpoint__at_end": "false",
-    }
+    settings = SUPEROFFLOAD | {"gpus": "1", "train__steps": "6", "data__held_out": "30"}
+    settings |= {"checkpoint__at_end": "false", "train__deterministic": "true"}
     losses = []
     for every in ("0", "2"):
-        run, code = train(
-            tiny(**settings, train__evaluate_every_steps=every, train__deterministic="true"),
-            tmp_path / every,
-        )
+        run, code = train(tiny(**settings, train__evaluate_every_steps=every), tmp_path / every)
         assert code == 0, log(run)
         losses.append([record.loss for record in of_kind(run, StepRecord)])
-        assert any(isinstance(record, EvaluationRecord) for record in records(run))
+        assert of_kind(run, EvaluationRecord)
     assert losses[0] == losses[1]
 
 
@@ -157,10 +138,7 @@ def test_each_mode_trains_saves_and_exports(tmp_path: Path, mode: str) -> None:
     assert steps[0].loss == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
     assert steps[-1].loss < steps[0].loss - 1
     for step in steps:
-        parts = (
-            step.data_s + step.forward_s + step.backward_s + step.exposed_optimizer_s + step.other_s
-        )
-        assert parts == pytest.approx(step.step_s, rel=0.02)
+        assert sum(getattr(step, part) for part in PARTS) == pytest.approx(step.step_s, rel=0.02)
         assert step.gpu_memory_peak_bytes
     assert isinstance(found[-1], EndRecord)
     assert found[-1].state == "finished"

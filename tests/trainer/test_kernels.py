@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import fused
 from so_tui_trainer.model.config import disable_dropout
@@ -28,8 +24,8 @@ from so_tui_trainer.model.kernels import (
     replace_slow_matmuls,
     rotate,
 )
-from tests.support.models import causal_model, grad_of
-from tests.support.python_path import checkout_path
+from tests.support.models import are_close, causal_model, grad_of, gradients_of
+from tests.support.python_path import checkout_path, printed
 from tests.support.small_training import EXPERTS
 from tests.support.small_training import SHAPE as BASE
 
@@ -66,60 +62,26 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     for parameter in causal.parameters():  # ones and zeros would hide a weight that is not used
         nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 64, (2, 16))
-    results = []
+    found = []
     for install in (False, True):
         if install:
             assert set(fused.install_kernels(causal)) == EXPECTED[model_type]
         causal.zero_grad()
         logits = causal(input_ids=tokens, use_cache=False).logits
         torch.autograd.backward(logits.square().mean())
-        results.append(
-            (
-                logits.detach(),
-                [
-                    parameter.grad.clone()
-                    for parameter in causal.parameters()
-                    if parameter.grad is not None
-                ],
-            )
-        )
-    (expected, gradients), (found, ours) = results
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert len(ours) == len(gradients)
-    for mine, theirs in zip(ours, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+        found.append((logits.detach(), gradients_of(causal)))
+    (expected, theirs), (logits, ours) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    are_close(ours, theirs, 1e-3, 1e-5)
 
 
-def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
-    config = AutoConfig.for_model("gemma2", **SHAPE)
-    # Its norms multiply with 1 + weight, its activation is GELU.
-    causal = causal_model(config, dtype=torch.float32)
-    assert fused.install_kernels(causal, (fused.NORM, fused.GATE)) == ()
-
-
-def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
-    class Limited(LlamaMLP):
-        limit: float
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            gate, up = (
-                self.gate_proj(hidden).clamp(max=self.limit),
-                self.up_proj(hidden).clamp(-self.limit, self.limit),
-            )
-            result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
-            return result
-
-    module: Any = Limited(  # type: ignore[no-untyped-call]
-        LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+def test_only_exact_parts_that_are_asked_for_are_replaced() -> None:
+    """Gemma 2's norms multiply with 1 + weight, its activation is GELU."""
+    qwen, gemma = (
+        causal_model(AutoConfig.for_model(kind, **SHAPE)) for kind in ("qwen3", "gemma2")
     )
-    module.limit = 10.0
-    limited: Any = nn.ModuleList([module])
-    assert fused.install_kernels(limited, [fused.GATE]) == ()
-
-
-def test_only_what_is_asked_for_is_replaced() -> None:
-    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE))
-    assert fused.install_kernels(causal, [fused.NORM]) == ("Qwen3RMSNorm",)
+    assert fused.install_kernels(gemma, (fused.NORM, fused.GATE)) == ()
+    assert fused.install_kernels(qwen, [fused.NORM]) == ("Qwen3RMSNorm",)
 
 
 def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
@@ -142,22 +104,28 @@ def test_gradients_are_those_of_the_formulas() -> None:
     assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), (heads,))
 
 
+def agree_on_both(
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor
+) -> None:
+    """Check the result on the GPU, and its gradients, against the CPU's."""
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [each.detach().to(device).requires_grad_() for each in inputs]
+        result = compute(*leaves)
+        torch.autograd.backward(result, gradient.to(device))
+        results.append([result.detach().cpu(), *(grad_of(leaf).cpu() for leaf in leaves)])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [40, 1000, 9728])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> None:
     both = torch.randn(7, 3, 2 * columns, device="cuda")
     gradient = torch.randn(7, 3, columns, device="cuda")
-    gate, up = both.chunk(2, -1) if stacked else (part.contiguous() for part in both.chunk(2, -1))
-    expected: list[torch.Tensor] = []
-    found: list[torch.Tensor] = []
-    for results, device in ((expected, "cpu"), (found, "cuda")):
-        leaves = [part.detach().to(device).requires_grad_() for part in (gate, up)]
-        result = gated(leaves[0], leaves[1])
-        torch.autograd.backward(result, gradient.to(device))
-        results += [result.detach().cpu(), *(grad_of(leaf).cpu() for leaf in leaves)]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    parts = both.chunk(2, -1) if stacked else [part.contiguous() for part in both.chunk(2, -1)]
+    agree_on_both(gated, parts, gradient)
 
 
 @pytest.mark.gpu
@@ -172,14 +140,7 @@ def test_gpu_rotation_is_that_of_the_cpu(rows: int, count: int, size: int, strid
     heads = heads.transpose(1, 2) if strided else heads
     cos, sin = (torch.randn(1, width, size, device="cuda") for _ in range(2))
     gradient = torch.randn(rows, count, width, size, device="cuda")
-    results = []
-    for device in ("cpu", "cuda"):
-        leaf = heads.detach().to(device).requires_grad_()
-        result = rotate(leaf, cos.to(device), sin.to(device))
-        torch.autograd.backward(result, gradient.to(device))
-        results.append((result.detach().cpu(), grad_of(leaf).cpu()))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    agree_on_both(lambda heads: rotate(heads, cos.to(heads), sin.to(heads)), [heads], gradient)
 
 
 @pytest.mark.gpu
@@ -200,17 +161,12 @@ def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> N
 def test_what_a_killed_compilation_leaves_holds_nobody_up() -> None:
     left = Path(_get_build_directory("cpu_adam", False)) / "lock"
     left.touch()
-    build = [sys.executable, "-m", "so_tui_trainer.tools.build_ops"]
-    done = subprocess.run(
-        build,
-        input="{}",
-        env=os.environ | {"PYTHONPATH": checkout_path()},
-        capture_output=True,
-        text=True,
-        timeout=180,  # far more than compiling takes
-        check=True,
+    environment = os.environ | {"PYTHONPATH": checkout_path()}
+    # Compiling takes far less than the time limit.
+    said = printed(
+        "-m", "so_tui_trainer.tools.build_ops", env=environment, given="{}", timeout_s=180
     )
-    assert json.loads(done.stdout)["deepspeed"] == ""
+    assert json.loads(said)["deepspeed"] == ""
     assert not left.exists()
 
 

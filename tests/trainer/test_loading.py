@@ -38,15 +38,9 @@ def test_ranks_hold_their_part_to_the_bit(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_loading_takes_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large: dict[str, Any] = {
-        "hidden_size": 512,
-        "moe_intermediate_size": 512,
-        "num_experts": 32,
-        "num_hidden_layers": 12,
-    }
-    model = saved(
-        "qwen3-30b-a3b", tmp_path, **large, vocab_size=16_000, layer_types=["full_attention"] * 12
-    )
+    large: dict[str, Any] = {"hidden_size": 512, "num_experts": 32, "moe_intermediate_size": 512}
+    large |= {"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12}
+    model = saved("qwen3-30b-a3b", tmp_path, **large, vocab_size=16_000)
     whole = sum(parameter.numel() * 2 for parameter in model.parameters())
     del model
     for line in run_ranks("measure", tmp_path, monkeypatch):
@@ -68,15 +62,12 @@ def _compare(folder: Path) -> str:
     import superoffload
     from so_tui_trainer.model.build import build
 
-    folders = sorted(folder.iterdir())
+    folders, cpu = sorted(folder.iterdir()), torch.device("cpu")
     for path in folders:
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         heard: list[tuple[int, int]] = []
         causal = build(
-            _spec(path),
-            torch.device("cpu"),
-            DS_CONFIG,
-            lambda *read, heard=heard: heard.append(read),
+            _spec(path), cpu, DS_CONFIG, lambda *read, heard=heard: heard.append(read)
         ).causal
         files = len(list(path.glob("*.safetensors")))
         assert heard == sorted(heard)
@@ -85,10 +76,8 @@ def _compare(folder: Path) -> str:
         assert whole.keys() == dict(causal.named_parameters()).keys()
         for name, parameter in causal.named_parameters():
             part, start = superoffload.local_shard(parameter)
-            assert torch.equal(part, whole[name].detach().flatten()[start : start + len(part)]), (
-                path.name,
-                name,
-            )
+            expected = whole[name].detach().flatten()[start : start + len(part)]
+            assert torch.equal(part, expected), (path.name, name)
         buffers = dict(plain.named_buffers())
         for name, buffer in causal.named_buffers():
             assert buffer.dtype == buffers[name].dtype, name
@@ -122,12 +111,8 @@ def _measure(folder: Path) -> str:
 
 def _status(key: str) -> int:
     """Of this process, in bytes."""
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(f"{key}:")
-    )
-    return int(line.split()[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _rank(what: str, folder: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,45 +23,39 @@ from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny
 from tests.support.models import causal_model
+from tests.support.small_training import Watching
 
 
-@pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
-@pytest.mark.parametrize("kept", [0, 20 * 30, 10**6], ids=lambda logits: f"{logits} kept")
+def tokens() -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
+    """Return hidden states, the head's weight, and 30 predictors and their targets."""
+    hidden = torch.randn(2, 20, 16, requires_grad=True)
+    weight = nn.Parameter(3 * torch.randn(50, 16))
+    return hidden, weight, torch.arange(3, 33), torch.randint(50, (30,))
+
+
+@pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids="blocks of {}".format)
+@pytest.mark.parametrize(
+    ("kept", "factor", "cap"),
+    [(0, 1.0, 0.0), (20 * 30, 1.0, 0.0), (10**6, 1.0, 0.0), (2**29, 0.25, 2.0)],
+)
 def test_the_loss_in_blocks_is_cross_entropy(
-    block: int, kept: int, monkeypatch: pytest.MonkeyPatch
+    block: int, kept: int, factor: float, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of logits that the model scales and caps."""
     monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
     monkeypatch.setattr(model_loss, "LOSS_KEPT_LOGITS", kept)
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 20, 16, requires_grad=True)
-    weight = nn.Parameter(3 * torch.randn(50, 16))
-    predictors, targets = torch.arange(3, 33), torch.randint(50, (30,))
-    found = HeadLoss(weight)(hidden, predictors, targets, 1 / 30)
-    gradients = torch.autograd.grad(found, (hidden, weight))
-    expected = cross_entropy(hidden.flatten(0, 1)[predictors] @ weight.t(), targets)
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(HeadLoss(weight)(hidden, predictors, targets, 1 / 30), expected)
-
-
-@pytest.mark.parametrize("block", [7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
-def test_logits_that_the_model_scales_and_caps(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 20, 16, requires_grad=True)
-    weight = nn.Parameter(3 * torch.randn(50, 16))
-    predictors, targets = torch.arange(3, 33), torch.randint(50, (30,))
-    head = HeadLoss(weight, factor=0.25, cap=2.0)
-    logits = 2.0 * (0.25 * hidden.flatten(0, 1)[predictors] @ weight.t() / 2.0).tanh()
-    torch.testing.assert_close(head(hidden, predictors, None), logits)
+    hidden, weight, predictors, targets = tokens()
+    head = HeadLoss(weight, factor, cap)
+    logits = factor * hidden.flatten(0, 1)[predictors] @ weight.t()
+    logits = cap * (logits / cap).tanh() if cap else logits
     found, expected = head(hidden, predictors, targets, 1 / 30), cross_entropy(logits, targets)
     torch.testing.assert_close(found, expected)
-    for one, other in zip(
-        *(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True
-    ):
+    ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden, predictors, targets, 1 / 30), expected)
+        torch.testing.assert_close(head(hidden, predictors, None), logits)
 
 
 def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
@@ -78,40 +72,29 @@ def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
         assert (one - other).norm() < 0.005 * other.norm()
 
 
-class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Peak of the bytes of storages that operations made while it was on."""
+class PeakBytes:
+    """Peak of the bytes of storages that operations made."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        given = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tree_leaves((arguments, keywords))
-            if isinstance(tensor, torch.Tensor)
-        }
-        result = operation(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.untyped_storage().data_ptr() not in given | self._known
-            ):
-                self._count(tensor.untyped_storage())
-        return result
+    def __call__(self, _operation: Any, arguments: Any, result: Any) -> None:
+        given, made = (
+            {each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)}
+            for tree in (arguments, result)
+        )
+        known = self._known | {storage.data_ptr() for storage in given}
+        for storage in made:
+            if storage.data_ptr() not in known:
+                self._known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, storage.data_ptr(), storage.nbytes())
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
-        self._known.add(place)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-        def forget() -> None:
-            self._known.discard(place)
-            self.now -= size
-
-        weakref.finalize(storage, forget)
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
 
 
 @pytest.mark.parametrize(
@@ -130,7 +113,8 @@ def test_the_loss_takes_the_memory_that_the_plan_says(
         torch.arange(tokens),
         torch.randint(vocabulary, (tokens,)),
     )
-    with PeakBytes() as measured:
+    measured = PeakBytes()
+    with Watching(measured):
         head(hidden, predictors, targets, 1.0)
     beyond = measured.peak - 2 * vocabulary * size
     said = model_loss.loss_bytes(tokens, vocabulary, size)
@@ -196,30 +180,13 @@ CHANGES = re.compile(
 """What a forward pass reads that scales, caps or cuts logits."""
 READ_ALREADY = {"logit_softcap"}
 """A module that is made of a configuration key which is known."""
-OTHER_NAMES = {
-    "granite": "logits_scaling",
-    "gemma2": "final_logit_softcapping",
-    "cohere": "logit_scale",
-}
-
-
-def keys_read(kind: str) -> set[str]:
-    """Return the configuration keys with which a model's forward pass changes its logits."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
-    return set(CHANGES.findall(inspect.getsource(model_class.forward)))
-
-
-@pytest.mark.parametrize("kind", OTHER_NAMES)
-def test_keys_are_found_in_the_source(kind: str) -> None:
-    assert keys_read(kind) == {OTHER_NAMES[kind]}
 
 
 def test_every_key_that_changes_logits_is_known() -> None:
     """A model with one that is not would be trained with a wrong loss."""
-    unknown = {
-        kind: keys - {*LOGIT_KEYS, *READ_ALREADY}
-        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if (keys := keys_read(kind))
-    }
-    assert not {kind: keys for kind, keys in unknown.items() if keys}
+    found: dict[str, set[str]] = {}
+    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+        found[kind] = set(CHANGES.findall(inspect.getsource(model_class.forward)))
+    assert (found["granite"], found["cohere"]) == ({"logits_scaling"}, {"logit_scale"})
+    assert set().union(*found.values()) <= {*LOGIT_KEYS, *READ_ALREADY}

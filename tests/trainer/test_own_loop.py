@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,7 @@ from so_tui.runs import create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
 from tests.support.launching import log, of_kind, records, start, tiny
-from tests.support.python_path import checkout_path
+from tests.support.python_path import checkout_path, printed
 
 STEPS = 8
 GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"})
@@ -54,11 +53,9 @@ def loop(folder: Path) -> list[float]:
         ratio=0.7,
         speculation_bytes=1 << 40,
     )
+    batch_size = {"train_micro_batch_size_per_gpu": train.micro_batch}
     config = ds_config("superoffload", train.gradient_clipping)
-    config |= {
-        "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": 1,
-    }
+    config |= batch_size | {"gradient_accumulation_steps": 1}
     engine, *_ = superoffload.initialize(model, groups, settings, config)
     losses = []
     for step in range(1, STEPS + 1):
@@ -77,13 +74,12 @@ def loop(folder: Path) -> list[float]:
 def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
     """The trainer's run is a benchmark: a warm-up step, and a summary of the others."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from so_tui_trainer.model.config import load_config
+    from tests.support.models import causal_model
 
     torch.manual_seed(0)
-    shape = dict(tiny().model.config)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(shape.pop("model_type"), **shape), dtype=torch.bfloat16
-    )  # type: ignore[no-untyped-call]
+    model = causal_model(load_config(tiny().model), torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     weights = {
         "model__id": str(tmp_path / "model"),
@@ -96,10 +92,9 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
         "train__schedule": "constant",
         "train__warmup_ratio": "0",
         "data__packing": "false",
+        "checkpoint__at_end": "false",
     }
-    spec = tiny(
-        gpus="1", offload__mode="superoffload", checkpoint__at_end="false", **weights, **training
-    )
+    spec = tiny(gpus="1", offload__mode="superoffload", **weights, **training)
     run = create_run(spec, tmp_path / "runs")
     assert start(run, spec).wait(timeout=400) == 0, log(run)
     *_, end = records(run)
@@ -114,12 +109,8 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     # In a process of its own, since a process group and DeepSpeed's accelerator are of a process.
     inherited = {name: value for name, value in os.environ.items() if name not in GROUP}
     environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
-    script = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(
-        script, env=environment, capture_output=True, text=True, check=False, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = json.loads(done.stdout.splitlines()[-1])
+    said = printed(__file__, str(tmp_path), env=environment)
+    losses = json.loads(said.splitlines()[-1])
     assert losses == pytest.approx(trainers, rel=1e-3)
     assert trainers[-1] < 0.9 * trainers[0], "updates must show in the losses"
 

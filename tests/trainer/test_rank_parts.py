@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import mmap
 import os
 import re
@@ -12,8 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,20 +35,12 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.samples import read_network_rate
 from so_tui.spec import InputError, TrainSpec
-from so_tui_trainer import failures, metrics, session
+from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Explanation, Failure, NonFiniteError
-from so_tui_trainer.loop import _log_line, learning_rate
-from so_tui_trainer.metrics import (
-    Metrics,
-    Step,
-    StepClock,
-    StepPart,
-    _HostMemory,
-    _rank_memory_bytes,
-)
+from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
@@ -90,9 +79,7 @@ _leave(3)
 
 @pytest.mark.slow
 def test_a_rank_leaves_with_exit_handlers_only() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", LEAVE], stdout=-1, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()) == (3, ["last words", "exit handler"])
 
 
@@ -112,8 +99,8 @@ def test_binding_moves_every_thread_or_reports_a_problem(possible: bool) -> None
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
-    clock = StepClock(torch.device("cpu"))
-    parts: tuple[StepPart, ...] = ("data", "forward", "backward", "forward", "optimizer")
+    clock = metrics.StepClock(torch.device("cpu"))
+    parts: tuple[metrics.StepPart, ...] = ("data", "forward", "backward", "forward", "optimizer")
     for part in parts:
         time.sleep(0.002)
         clock.lap(part)
@@ -126,47 +113,40 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert clock.end_step().read().other > 0.009
 
 
-def _step(number: int, loss: float) -> Step:
-    counts = StepCounts(
-        useful_tokens=10,
-        trained_tokens=5,
-        document_lengths=np.array([4, 6]),
-        computed_tokens=16,
-        sequences=1,
-    )
-    clock = StepClock(torch.device("cpu"))
+@pytest.fixture
+def figures(single_rank: Ranks) -> metrics.Metrics:
+    return metrics.Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
+
+
+def step(number: int, loss: float, forward_s: float = 0.0) -> metrics.Step:
+    counts = StepCounts(10, 5, np.array([4, 6]), computed_tokens=16, sequences=1)
+    clock = metrics.StepClock(torch.device("cpu"))
+    time.sleep(forward_s)
     clock.lap("forward")
-    return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
+    return metrics.Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
-    for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
-        metrics.watch(_step(number, loss))
-    with pytest.raises(NonFiniteError) as checked:
-        metrics.check()
-    with pytest.raises(NonFiniteError) as logged:
-        metrics.log(_step(6, 1.0), 1.0, OffloadStats())
-    assert (checked.value.step, logged.value.step) == (3, 3)
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
-    metrics.watch(_step(1, 2.0))
+def test_the_first_step_that_was_not_finite_is_named(figures: metrics.Metrics) -> None:
     with pytest.raises(NonFiniteError, match="gradient norm") as caught:
-        metrics.log(_step(1, 2.0), float("nan"), OffloadStats())
-    assert caught.value.step == 1
+        figures.log(step(1, 2.0), float("nan"), OffloadStats())
+    for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
+        figures.watch(step(number, loss))
+    with pytest.raises(NonFiniteError) as checked:
+        figures.check()
+    with pytest.raises(NonFiniteError) as logged:
+        figures.log(step(6, 1.0), 1.0, OffloadStats())
+    assert [each.value.step for each in (caught, checked, logged)] == [1, 3, 3]
 
 
-def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Ranks) -> None:
-    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
-    clock = StepClock(torch.device("cpu"))
-    time.sleep(0.02)
-    clock.lap("forward")
-    step = _step(1, 2.0)._replace(laps=clock.end_step())
-    record = metrics.log(step, 1.0, OffloadStats(exposed_in_forward_s=0.015))
+def test_waiting_for_weights_in_forward_is_the_optimizers_time(figures: metrics.Metrics) -> None:
+    record = figures.log(step(1, 2.0, 0.02), 1.0, OffloadStats(exposed_in_forward_s=0.015))
     assert record.exposed_optimizer_s == 0.015
     assert record.forward_s + record.exposed_optimizer_s == pytest.approx(record.step_s)
+
+
+SPOILT = NonFiniteGradientError(["weight"], step=8, sub_group=0, poisoned=False)
+STUCK = WorkerLostError("no progress", code="worker-stuck")
+MORE_CORES = r"offload\.cpu_adam_cores_fraction"
 
 
 @pytest.mark.parametrize(
@@ -179,17 +159,9 @@ def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Rank
         ),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "disk-full", "/data/x"),
         (RuntimeError("Connection closed by peer [127.0.0.1]"), "rank-lost", ""),
-        (
-            NonFiniteGradientError(["weight"], step=8, sub_group=0, poisoned=False),
-            "not-finite",
-            "",
-        ),
+        (SPOILT, "not-finite", ""),
         (WorkerLostError("ended by SIGKILL", code="worker-ended"), "adam-worker-lost", ""),
-        (
-            WorkerLostError("no progress", code="worker-stuck"),
-            "adam-timeout",
-            r"offload\.cpu_adam_cores_fraction",
-        ),
+        (STUCK, "adam-timeout", MORE_CORES),
         (OffloadError("Lower offload.ratio.", code="host-memory"), "host-memory", "^Lower o"),
         (ZeroDivisionError("by zero"), "unexpected", "^ZeroDivisionError: by zero"),
     ],
@@ -214,16 +186,14 @@ def test_failures_of_host_memory_and_of_input_are_explained() -> None:
 
 def test_a_save_ended_by_the_worker_blames_no_disk(single_rank: Ranks) -> None:
     with (
-        pytest.raises(failures.TrainingError) as raised,
-        _all_ranks(single_rank, "the checkpoint could not be written"),
+        pytest.raises(failures.TrainingError, match=MORE_CORES) as raised,
+        _all_ranks(single_rank, "not written"),
     ):
-        raise WorkerLostError("The Adam worker made no progress", code="worker-stuck")
-    assert raised.value.code == "adam-timeout"
-    assert "offload.cpu_adam_cores_fraction" in raised.value.suggestion
-    assert (
-        raised.value.reason
-        == "the checkpoint could not be written: The Adam worker made no progress"
-    )
+        raise STUCK
+    assert (raised.value.code, raised.value.reason) == ("adam-timeout", "not written: no progress")
+
+
+END = EndRecord(attempt=1, time=0.0, state="finished", step=5)
 
 
 class Held(MetricsWriter):
@@ -240,44 +210,48 @@ class Held(MetricsWriter):
 
 def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
     """Records wait, in their order; the end waits for all of them."""
-    writer = Held(RunDirectory(tmp_path))
+    run = RunDirectory(tmp_path)
+    writer = Held(run)
     recorder = Recorder(writer, 1)
-    for step in range(1, 6):
-        recorder.write(step_record(step))
-    assert not records(RunDirectory(tmp_path))
+    for number in range(1, 6):
+        recorder.write(step_record(number))
+    assert not records(run)
     writer.free.set()
-    recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=5))
+    recorder.write(END)
     recorder.close()
-    assert [
-        record.step
-        for record in records(RunDirectory(tmp_path))
-        if isinstance(record, StepRecord | EndRecord)
-    ] == [1, 2, 3, 4, 5, 5]
+    *steps, end = records(run)
+    assert [record.step for record in of_kind(steps, StepRecord)] == [1, 2, 3, 4, 5]
+    assert end == END
+
+
+def phase(detail: str, attempt: int = 1) -> PhaseRecord:
+    return PhaseRecord(attempt=attempt, time=0.0, phase="training", detail=detail)
 
 
 def test_a_record_of_another_attempt_is_an_error(tmp_path: Path) -> None:
     recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
-    recorder.write(PhaseRecord(attempt=2, time=0.0, phase="training", detail=""))
+    recorder.write(phase("", attempt=2))
     with pytest.raises(ValueError, match="attempt 2"):
         recorder.flush()
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk; the error comes from the system."""
-    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
-    recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="before"))
+    run = RunDirectory(tmp_path)
+    recorder = Recorder(MetricsWriter(run, 1), 1)
+    recorder.write(phase("before"))
     recorder.flush()
-    written = next(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl")).stat().st_size
+    written = next(run.metrics_dir.glob("*.jsonl")).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (written + 10, limits[1]))
     try:
         for _ in range(3):
-            recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="lost"))
+            recorder.write(phase("lost"))
         with pytest.raises(OSError, match="File too large"):
-            recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=1))
+            recorder.write(END)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="after"))
+    recorder.write(phase("after"))
     recorder.close()
     lines = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("metrics/*.jsonl")))
     found = [record for line in lines.splitlines() if (record := decode_metric(line))]
@@ -287,64 +261,50 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     assert warning.message.startswith("3 records could not be written (File too large)")
 
 
-def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.attempt_dir(1).mkdir(parents=True)
-    assert failures.reported(run, 1, 2) is None
-    failures.report(Failure(rank=1, reason="cause"), run, 1)
+def test_the_first_whole_report_of_a_failure_is_the_reason() -> None:
+    """A disk was full, or a rank was killed while it wrote."""
+    run = create_run(tiny())
+    run.attempt_dir(1).mkdir()
+    (run.attempt_dir(1) / "failure.rank1.json").touch()
+    assert failures.reported(run, 1, 4) is None
+    first = Failure(rank=2, code="disk-full", reason="full", step=3)
+    failures.report(first, run, 1)
     time.sleep(0.01)
     failures.report(Failure(rank=0, reason="consequence"), run, 1)
-    found = failures.reported(run, 1, 2)
-    assert found is not None
-    assert found.reason == "cause"
+    assert failures.reported(run, 1, 4) == first
 
 
-@pytest.mark.parametrize(("memory", "unit"), [(None, "TFLOPS/rank"), (80 << 30, "TFLOPS/GPU")])
-def test_the_log_names_gpus_only_where_there_are_any(memory: int | None, unit: str) -> None:
-    line = _log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
-    assert re.findall(r"TFLOPS/\w+", line) == [unit]
-
-
-def _rates(
-    schedule: str, total: int = 100, warmup: float = 0.1, decay: float = 0.1, floor: float = 0.0
-) -> list[float]:
+def rates(schedule: str, total: int = 100, warmup: float = 0.1, **ratios: float) -> list[float]:
     train = TrainSpec(
         learning_rate=1.0,
         schedule=schedule,  # type: ignore[arg-type]
         warmup_ratio=warmup,
-        decay_ratio=decay,
-        min_learning_rate_ratio=floor,
+        **{f"{name}_ratio": ratio for name, ratio in ratios.items()},  # type: ignore[arg-type]
     )
     return [learning_rate(step, total, train) for step in range(1, total + 1)]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_rates_rise_over_the_warm_up_and_fall_to_nearly_zero(schedule: str) -> None:
-    rates = _rates(schedule)
-    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert max(rates) == rates[10] == 1.0
+def test_rates_rise_over_the_warm_up_and_fall_to_their_floor(schedule: str) -> None:
+    whole, floored = rates(schedule), rates(schedule, 1000, min_learning_rate=0.1)
+    assert whole[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert max(whole) == whole[10] == max(floored) == 1.0
     if schedule in ("cosine", "linear"):
-        assert all(after < before for before, after in pairwise(rates[10:]))
-        assert 0 < rates[-1] < 0.02
+        assert all(after < before for before, after in pairwise(whole[10:]))
+        assert 0 < whole[-1] < 0.02
+    if schedule != "constant":
+        assert 0.1 < floored[-1] == min(floored[100:]) < 0.11
 
 
 def test_rates_of_each_schedule() -> None:
-    assert _rates("cosine", total=101, warmup=0.0)[50] == pytest.approx(0.5, abs=0.02)
-    assert set(_rates("constant")[9:]) == {1.0}
-    assert _rates("cosine", total=1, warmup=0.05) == [1.0]
-    wsd = _rates("wsd", decay=0.2)
+    assert rates("cosine", 101, warmup=0.0)[50] == pytest.approx(0.5, abs=0.02)
+    assert set(rates("constant")[9:]) == {1.0}
+    assert rates("cosine", 1, warmup=0.05) == [1.0]
+    wsd = rates("wsd", decay=0.2)
     assert set(wsd[9:81]) == {1.0}
     assert wsd[80:] == pytest.approx([1 - step / 20 for step in range(20)])
-    short = _rates("wsd", total=10, warmup=0.5, decay=1.0)
+    short = rates("wsd", 10, warmup=0.5, decay=1.0)
     assert short == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_falling_schedules_end_just_above_their_floor(schedule: str) -> None:
-    rates = _rates(schedule, total=1000, floor=0.1)
-    assert max(rates) == 1.0
-    assert 0.1 < rates[-1] < 0.11
-    assert min(rates[100:]) == rates[-1]
 
 
 STUBBORN = """
@@ -362,36 +322,17 @@ time.sleep(1000)
 """
 
 
-def failure(rank: int) -> Failure:
-    return Failure(rank=rank, code="disk-full", reason="full", suggestion="", step=rank)
-
-
-def test_a_report_that_is_not_whole_does_not_hide_another_ranks() -> None:
-    """The disk was full, or the rank was killed while it wrote."""
-    run = create_run(tiny())
-    run.attempt_dir(1).mkdir()
-    (run.attempt_dir(1) / "failure.rank1.json").touch()
-    assert failures.reported(run, 1, 4) is None
-    failures.report(failure(2), run, 1)
-    assert failures.reported(run, 1, 4) == failure(2)
-
-
 def test_a_rank_that_cannot_write_its_failure_ends() -> None:
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu"
-    }  # else DeepSpeed prints that there is no GPU
-    with subprocess.Popen(
-        [sys.executable, "-c", STUBBORN],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as rank:
+    # Without the variable, DeepSpeed prints that there is no GPU.
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", STUBBORN]
+    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1) as rank:
+        assert rank.stdout is not None
+        assert rank.stderr is not None
         try:
-            assert rank.stdout is not None
             assert rank.stdout.readline() == b"ready\n"
             rank.terminate()
             assert rank.wait(LIMIT_S) == 143
-            assert rank.stderr is not None
             assert b"no space left" in rank.stderr.read()
         finally:
             rank.kill()
@@ -409,7 +350,6 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
     ("value", "kind"),
     [
         (True, bool),
-        ("host", str),
         (Path("/a"), Path),
         (None, Path | None),
         (Explanation("code", "reason", "suggestion"), Explanation | None),
@@ -418,67 +358,35 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
 def test_values_arrive_as_they_were(value: object, kind: object, single_rank: Ranks) -> None:
     assert single_rank.all_gather(value, kind) == [value]
     assert single_rank.broadcast(value, kind) == value
-
-
-def test_a_value_of_another_type_is_refused(single_rank: Ranks) -> None:
     with pytest.raises(msgspec.ValidationError):
-        single_rank.broadcast("text", int)
-
-
-class Knot:
-    """Garbage that only a collection finds."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_frozen_garbage_keeps_what_was_loaded() -> None:
-    loaded, garbage = Knot(), Knot()
-    gone = weakref.ref(garbage)
-    del garbage
-    try:
-        session.freeze_garbage()
-        assert gone() is None
-        assert not any(each is loaded for each in gc.get_objects())
-        later = Knot()
-        assert any(each is later for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
+        single_rank.broadcast(value, int)
 
 
 class Reads:
-    """Measurements that take as long as the test wants."""
+    """Measurements that take as long as the test wants, by a clock that the test turns."""
 
-    def __init__(self) -> None:
-        self.made = 0
-        self.begun = 0
+    def __init__(self, patch: pytest.MonkeyPatch, takes_s: float = 0.0) -> None:
+        self.now, self.begun, self.takes_s = 0.0, 0, takes_s
         self.may_end = threading.Event()
         self.may_end.set()
+        patch.setattr(metrics, "_rank_memory_bytes", self.read)
+        patch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def __call__(self) -> int:
+    def read(self) -> int:
         self.begun += 1
+        number = self.begun
+        self.now += self.takes_s
         assert self.may_end.wait(60)
-        self.made += 1
-        return self.made
-
-
-def host_memory(
-    monkeypatch: pytest.MonkeyPatch, read: Callable[[], int], now: list[float]
-) -> _HostMemory:
-    monkeypatch.setattr("so_tui_trainer.metrics._rank_memory_bytes", read)
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("so_tui_trainer.metrics.time", clock)
-    return _HostMemory()
+        return number
 
 
 def test_a_step_never_waits_for_a_measurement_but_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, reads = [0.0], Reads()
-    memory = host_memory(monkeypatch, reads, now)
+    reads, memory = Reads(monkeypatch), metrics._HostMemory()
     assert memory.latest_bytes() == 1
     reads.may_end.clear()
-    now[0] = 25.0
+    reads.now = 25.0
     assert [memory.latest_bytes() for _ in range(3)] == [1, 1, 1]
     wait_until(lambda: reads.begun == 2)
     reads.may_end.set()
@@ -490,55 +398,32 @@ def test_a_step_never_waits_for_a_measurement_but_the_first(
 def test_costly_measurements_become_rare(
     age_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, reads = [0.0], Reads()
-
-    def slow() -> int:
-        now[0] += 5.0
-        return reads()
-
-    memory = host_memory(monkeypatch, slow, now)
+    reads, memory = Reads(monkeypatch, takes_s=5.0), metrics._HostMemory()
     memory.latest_bytes()
-    now[0] = age_s
+    reads.now = age_s
     memory.latest_bytes()
     wait_until(lambda: memory.latest_bytes() == 2)
-    now[0] = age_s + 5.0 + interval_s - 1
+    reads.now = age_s + 5.0 + interval_s - 1
     memory.latest_bytes()
     assert reads.begun == 2
-    now[0] += 2
+    reads.now += 2
     memory.latest_bytes()
     wait_until(lambda: memory.latest_bytes() == 3)
 
 
 def test_it_counts_what_has_been_touched() -> None:
-    before = _rank_memory_bytes()
+    before = metrics._rank_memory_bytes()
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
-        assert _rank_memory_bytes() - before > 60 << 20
+        assert metrics._rank_memory_bytes() - before > 60 << 20
 
 
-def test_ending_threads_do_not_hide_adams_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training process has threads that come and go."""
-    ended = threading.Event()
-
-    def come_and_go() -> None:
-        while not ended.is_set():
-            short = [threading.Thread(target=int) for _ in range(30)]
-            for thread in short:
-                thread.start()
-            for thread in short:
-                thread.join()
-
-    busy = [threading.Thread(target=come_and_go) for _ in range(3)]
+def test_memory_of_a_rank_includes_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "1000"]) as worker:
         monkeypatch.setattr(metrics, "pss_bytes", lambda pid: int(pid == worker.pid))
         try:
-            for thread in busy:
-                thread.start()
-            assert [_rank_memory_bytes() for _ in range(300)] == [1] * 300
+            assert metrics._rank_memory_bytes() == 1
         finally:
-            ended.set()
-            for thread in busy:
-                thread.join()
             worker.kill()
 
 
@@ -582,12 +467,10 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
 def test_two_ranks_measure_and_the_first_one_records_it(tmp_path: Path) -> None:
     run = create_run(tiny(nodes="2", gpus="1"), tmp_path)
     attempt = new_attempt(run)
+    # The warnings are of older names of torch's functions.
+    python = [sys.executable, "-W", "error::FutureWarning", "-c", _RANK]
     meeting = f"file://{tmp_path / 'meeting'}"
-    python = [sys.executable, "-W", "error::FutureWarning"]  # of older names of torch's functions
-    ranks = [
-        subprocess.Popen([*python, "-c", _RANK, meeting, str(rank), str(run.path)])
-        for rank in range(2)
-    ]
+    ranks = [subprocess.Popen([*python, meeting, str(rank), str(run.path)]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     rate = read_network_rate(run, attempt)
     assert rate is not None

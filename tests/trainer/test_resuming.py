@@ -27,16 +27,21 @@ from tests.support.launching import tiny
 from tests.support.planning import spec_of
 from tests.support.problems import coded
 from tests.support.records import change_state
+from tests.support.shared_run import SUPEROFFLOAD
 
 SPEC = tiny(checkpoint__keep="9")
 
 
-class Warnings(list[str]):
-    """The codes of the warnings."""
+def resumed(run: RunDirectory, *, start_over: bool = False) -> tuple[Path | None, list[str]]:
+    """Return what an attempt resumes from, and the codes of its warnings."""
+    told: list[str] = []
 
-    def __call__(self, code: str, message: str, suggestion: str) -> None:
+    def warn(code: str, message: str, suggestion: str) -> None:
         assert message
-        self.append(code)
+        told.append(code)
+
+    found = checkpoint.newest_to_resume(run, SPEC, warn, start_over=start_over)
+    return found.path if found else None, told
 
 
 @pytest.fixture
@@ -52,23 +57,14 @@ def saved(run: RunDirectory, *steps: int) -> list[Path]:
     return paths
 
 
-def test_a_new_run_has_nothing_to_resume_from(run: RunDirectory) -> None:
-    told = Warnings()
-    assert checkpoint.newest_to_resume(run, SPEC, told, start_over=False) is None
-    assert told == []
-
-
 def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
-    paths, told = saved(run, 1, 2, 3), Warnings()
-    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert found is not None
-    assert (found.path, told) == (paths[2], [])
+    assert resumed(run) == (None, [])
+    paths = saved(run, 1, 2, 3)
+    assert resumed(run) == (paths[2], [])
     (paths[2] / "checkpoint.json").write_text("{")
-    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert found is not None
-    assert (found.path, told) == (paths[1], ["checkpoint-damaged"])
+    assert resumed(run) == (paths[1], ["checkpoint-damaged"])
     assert not paths[2].exists()
-    assert (paths[2].parent / "step-000003.damaged").exists()
+    assert paths[2].with_name("step-000003.damaged").exists()
 
 
 READ = (
@@ -80,23 +76,21 @@ READ = (
 """How the paths end that are read."""
 
 
-class Away:
-    """A file system that refuses to open files of a name, or list folders, for some tries."""
+def take_away(patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
+    """Have files of a name not opened, and folders not listed, for some tries."""
+    left = [OSError(code, os.strerror(code), name)] * tries
+    patch.setattr(checkpoint_folder, "_PAUSES_S", (0.0, 0.0))
 
-    def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
-        self.left = tries
-        patch.setattr(checkpoint_folder, "_PAUSES_S", (0.0, 0.0))
-        for function in ("open", "scandir"):
-            patch.setattr(os, function, self._refusing(getattr(os, function), name, code))
-
-    def _refusing(self, real: Callable[..., Any], name: str, code: int) -> Callable[..., Any]:
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(path: Any, *rest: Any, **named: Any) -> Any:
-            if str(path).endswith(name) and self.left:
-                self.left -= 1
-                raise OSError(code, os.strerror(code), str(path))
+            if str(path).endswith(name) and left:
+                raise left.pop()
             return real(path, *rest, **named)
 
         return refuse
+
+    for function in ("open", "scandir"):
+        patch.setattr(os, function, refusing(getattr(os, function)))
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
@@ -104,11 +98,9 @@ class Away:
 def test_one_that_cannot_be_read_for_a_moment_is_taken(
     name: str, code: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, told = saved(run, 1, 3), Warnings()
-    Away(monkeypatch, name, code, tries=1)
-    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert found is not None
-    assert (found.path, told) == (paths[1], [])
+    paths = saved(run, 1, 3)
+    take_away(monkeypatch, name, code, tries=1)
+    assert resumed(run) == (paths[1], [])
 
 
 @pytest.mark.parametrize("name", READ)
@@ -116,33 +108,28 @@ def test_a_checkpoint_unreadable_for_long_ends_the_run(
     name: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That says nothing about what is in it, and an older one would lose training."""
-    paths, told = saved(run, 1, 3), Warnings()
+    paths = saved(run, 1, 3)
     with monkeypatch.context() as patch:
-        Away(patch, name, errno.EIO, tries=100)
-        with pytest.raises(TrainingError) as caught:
-            checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert (caught.value.code, told) == ("checkpoint-read-failed", [])
+        take_away(patch, name, errno.EIO, tries=100)
+        with coded(TrainingError, "checkpoint-read-failed"):
+            resumed(run)
     assert all(path.exists() for path in paths)
 
 
 def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
-    paths, told = saved(run, 1), Warnings()
+    paths = saved(run, 1)
     other = written(paths[0].parent, 2, "another", SPEC)
-    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert found is not None
-    assert (found.path, told) == (paths[0], ["checkpoint-not-used"])
+    assert resumed(run) == (paths[0], ["checkpoint-not-used"])
     assert other.exists()
 
 
 def test_missing_checkpoints_are_warned_of_or_an_error(run: RunDirectory) -> None:
-    paths, told = saved(run, 1, 2), Warnings()
+    paths = saved(run, 1, 2)
     paths[1].rename(paths[1].with_name("elsewhere"))
-    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert found is not None
-    assert (found.manifest.step, told) == (1, ["checkpoint-missing"])
+    assert resumed(run) == (paths[0], ["checkpoint-missing"])
     paths[0].rename(paths[0].with_name("elsewhere, too"))
     with coded(TrainingError, "checkpoint-missing"):
-        checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
+        resumed(run)
 
 
 @pytest.mark.parametrize(
@@ -163,55 +150,50 @@ def test_other_shares_of_a_mixture_are_another_order(
 
     monkeypatch.setattr(checkpoint, "_load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
-    found, told = Found(path, checkpoint_folder._verify(path), ()), Warnings()
+    found, told = Found(path, checkpoint_folder._verify(path), ()), list[str]()
+    alone = Ranks(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    manifest = found.manifest
     checkpoint.restore(
-        found,
-        None,
-        mixture(*weights),
-        found.manifest.data,
-        Ranks(0, 1, torch.device("cpu"), None),  # type: ignore[arg-type]
-        told,
+        found, None, mixture(*weights), manifest.data, alone, lambda code, *_: told.append(code)
     )
     assert told == codes
 
 
 def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
-    paths, told = saved(run, 1, 2), Warnings()
-    assert checkpoint.newest_to_resume(run, SPEC, told, start_over=True) is None
-    assert told == []
-    assert sorted(path.name for path in paths[0].parent.glob("step-*")) == [
-        "step-000001.superseded",
-        "step-000002.superseded",
-    ]
+    paths = saved(run, 1, 2)
+    assert resumed(run, start_over=True) == (None, [])
+    left = sorted(path.name for path in paths[0].parent.glob("step-*"))
+    assert left == ["step-000001.superseded", "step-000002.superseded"]
 
 
 NONE, BOTH = Rounded(blocks=0, numel=0), Rounded(blocks=3, numel=2_000_000)
+RESTARTED = NONE._replace(restarted=5)
+FP32: dict[str, str] = {}
+BF16, INT8 = ({"offload__states": f"{kind}-moments"} for kind in ("bf16", "int8"))
+ON_GPU = INT8 | {"offload__mode": "gpu"}  # moments are fp32 there, whatever the spec says
+CHANGED = "states-format-changed"
 
 
-def codes(before: dict[str, str], now: dict[str, str], rounded: Rounded) -> list[str]:
-    ours = {"offload__mode": "superoffload"}
-    saved = support.manifest(5, spec_of("tiny", **{**ours, **before}), ranks=2)
+@pytest.mark.parametrize(
+    ("before", "now", "rounded", "codes"),
+    [
+        (FP32, FP32, NONE, []),
+        (FP32, BF16, BOTH, [CHANGED]),
+        (FP32, INT8, BOTH, [CHANGED]),
+        (INT8, FP32, NONE, [CHANGED]),
+        (INT8, INT8, NONE, []),
+        (BF16, BF16, BOTH, ["moments-rounded", "blocks-rounded-again"]),
+        (INT8, INT8, BOTH, ["moments-rounded", "blocks-rounded-again"]),
+        (ON_GPU, INT8, BOTH, [CHANGED]),
+        (ON_GPU, FP32, NONE, []),
+        ({"offload__engine": "deepspeed"}, FP32, RESTARTED, ["moments-restarted"]),
+    ],
+)
+def test_another_format_of_the_moments_is_told(
+    before: dict[str, str], now: dict[str, str], rounded: Rounded, codes: list[str]
+) -> None:
+    saved, spec = (spec_of("tiny", **SUPEROFFLOAD | changes) for changes in (before, now))
     found: list[str] = []
-    spec = spec_of("tiny", **{**ours, **now})
-    _warn_of_rounding(saved, spec, rounded, lambda code, message, suggestion: found.append(code))
-    return found
-
-
-@pytest.mark.parametrize("states", ["bf16-moments", "int8-moments"])
-def test_another_format_and_the_same_one(states: str) -> None:
-    compact = {"offload__states": states}
-    assert codes({}, {}, NONE) == codes(compact, compact, NONE) == []
-    assert codes({}, compact, BOTH) == codes(compact, {}, NONE) == ["states-format-changed"]
-    assert codes(compact, compact, BOTH) == ["moments-rounded", "blocks-rounded-again"]
-
-
-def test_without_offload_moments_are_fp32_whatever_the_spec_says() -> None:
-    compact = {"offload__states": "int8-moments"}
-    assert codes(compact | {"offload__mode": "gpu"}, compact, BOTH) == ["states-format-changed"]
-    assert codes(compact | {"offload__mode": "gpu"}, {}, NONE) == []
-
-
-def test_moments_that_begin_anew_are_all_there_is_to_say() -> None:
-    assert codes({"offload__engine": "deepspeed"}, {}, Rounded(blocks=0, numel=0, restarted=5)) == [
-        "moments-restarted"
-    ]
+    manifest = support.manifest(5, saved, ranks=2)
+    _warn_of_rounding(manifest, spec, rounded, lambda code, *_: found.append(code))
+    assert found == codes

@@ -9,13 +9,13 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig
 
-from so_tui.spec import InputError, check_tree
+from so_tui.spec import check_tree
 from so_tui_trainer.export import export
 from so_tui_trainer.model.config import load_config
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of
 from tests.support.models import another, causal_model, load_pretrained, scaled_down
-from tests.support.problems import refusal
+from tests.support.problems import rejected
 
 POSITIONS, FACTOR = 64, 4.0
 
@@ -52,16 +52,13 @@ def test_positions_are_scaled_and_exported(name: str, kind: Any, tmp_path: Path)
     checkpoint_of(ours, spec, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
     written = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (written["rope_parameters"]["rope_type"], written["rope_parameters"]["factor"]) == (
-        kind,
-        FACTOR,
-    )
+    rope = written["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == (kind, FACTOR)
     assert written["max_position_embeddings"] == POSITIONS * FACTOR
     loaded, _ = load_pretrained(tmp_path / "model")
-    torch.testing.assert_close(
-        loaded.get_submodule("model.rotary_emb").inv_freq, ours.model.rotary_emb.inv_freq
-    )
-    assert loaded.model.rotary_emb.attention_scaling == ours.model.rotary_emb.attention_scaling
+    found_rope, our_rope = loaded.get_submodule("model.rotary_emb"), ours.model.rotary_emb
+    torch.testing.assert_close(found_rope.inv_freq, our_rope.inv_freq)
+    assert found_rope.attention_scaling == our_rope.attention_scaling
 
 
 LLAMA = scaled_down("llama-3.1-8b")
@@ -90,31 +87,19 @@ HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
 def test_positions_that_cannot_be_scaled_are_refused(kind: str, config: dict[str, Any]) -> None:
     """In the unused kind no layer turns anything by its position, though it is described."""
     scaled = replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
-    problem = refusal(lambda: load_config(scaled))
-    assert (problem.code, problem.field) == ("rope-not-scalable", "model.rope_scaling")
+    with rejected("rope-not-scalable", field="model.rope_scaling"):
+        load_config(scaled)
 
 
 @pytest.mark.parametrize("given", [{"rope_scaling": "yarn"}, {"rope_factor": 2.0}])
 def test_a_scaling_needs_its_factor(given: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        check_tree(
-            {
-                "name": "x",
-                "model": {"id": "m", **given},
-                "data": {"source": "x"},
-                "train": {"steps": 1},
-            }
-        )
-    assert [problem.code for problem in caught.value.problems] == ["rope-factor"]
+    tree = {"name": "x", "model": {"id": "m"} | given, "data": {"source": "x"}}
+    with rejected("rope-factor"):
+        check_tree(tree | {"train": {"steps": 1}})
 
 
 def test_hybrids_with_rotary_positions_are_scaled() -> None:
-    shape = {
-        "model_type": "granitemoehybrid",
-        "position_embedding_type": "rope",
-        "layer_types": ["attention"],
-        "num_hidden_layers": 1,
-    }
+    shape = HYBRID | {"position_embedding_type": "rope", "layer_types": ["attention"] * 2}
     model = replace(scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0)
     rope: Any = load_config(model)
     assert rope.rope_parameters["factor"] == 2.0

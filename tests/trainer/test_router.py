@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from so_tui.runs import create_run
 from so_tui.runs.records import StepRecord
 from so_tui.spec import ModelSpec, RunSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
@@ -19,30 +19,34 @@ from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support import models
-from tests.support.documents import documents, spec
-from tests.support.launching import log, of_kind, start, tiny
+from tests.support.documents import documents, ids_of, spec
+from tests.support.launching import log, of_kind, tiny, train
 from tests.support.models import another, causal_model, gradients_of
-from tests.support.problems import refusal
+from tests.support.problems import rejected
 
 SMALL: dict[str, Any] = {
     key: value for key, value in models.SMALL.items() if key not in ("rope_scaling", "layer_types")
 } | {"num_hidden_layers": 3, "sliding_window": 128, "vocab_size": 2048}
 
 
-def mixture(name: str) -> PreTrainedModel:
+def built(config: dict[str, Any]) -> PreTrainedModel:
+    """Return a model whose routers choose."""
     torch.manual_seed(0)
-    full = load_catalog().presets[name].spec.model
-    shape = {
-        key: SMALL.get(key, value)
-        for key, value in full.config.items()
-        if key not in ("rope_scaling", "rope_parameters")
-    }
-    shape.pop("layer_types", None)
-    config = load_config(type(full)(id=full.id, weights="random", config=shape))
-    causal = causal_model(config, dtype=torch.float32, attention="eager")
-    for parameter in causal.parameters():  # routers that choose
+    shape = load_config(ModelSpec(id="m", weights="random", config=config))
+    causal = causal_model(shape, dtype=torch.float32, attention="eager")
+    for parameter in causal.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return causal
+
+
+def mixture(name: str) -> PreTrainedModel:
+    full = load_catalog().presets[name].spec.model.config
+    left_out = ("rope_scaling", "rope_parameters", "layer_types")
+    return built({key: SMALL.get(key, full[key]) for key in full if key not in left_out})
+
+
+REFERENCE: Any = load_balancing_loss_func
+"""transformers', whose annotation allows one layer only."""
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
@@ -50,21 +54,18 @@ def mixture(name: str) -> PreTrainedModel:
 def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Policy) -> None:
     causal = mixture(name)
     docs = documents(30)
-    batch = next(Batches(docs, spec(data__sequence_length="100"), 0).micro_batches(1))
+    batches = Batches(docs, spec(data__sequence_length="100"), 0)
+    batch = next(batches.micro_batches(1))
     assert not batch.real.all()  # padding
-    indices = Batches(docs, spec(data__sequence_length="100"), 0)._indices(0, 2)
-    sequences = Batches(docs, spec(data__sequence_length="100"), 0).sequences
-    alone: list[list[torch.Tensor]] = []
-    for document in (document for index in indices for document in sequences.of(int(index))):
-        ids = torch.tensor(
-            docs.tokens[docs.offsets[document] : docs.offsets[document + 1]], dtype=torch.int64
-        )[None]
-        alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
-    reference: Any = load_balancing_loss_func  # its annotation allows one layer only
+    alone: list[list[Tensor]] = []
+    for index in batches._indices(0, 2):
+        for document in batches.sequences.of(int(index)):
+            ids = ids_of(docs, document)
+            alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
     by_layer = tuple(
         torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3)
     )
-    expected: torch.Tensor = reference(by_layer, 4, 2)
+    expected: Tensor = REFERENCE(by_layer, 4, 2)
     torch.autograd.backward(expected)
     wanted = gradients_of(causal)
     causal.zero_grad()
@@ -88,109 +89,60 @@ def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Po
         )
 
 
+def watched(causal: PreTrainedModel, router: RouterLoss, **options: Any) -> tuple[Tensor, Any]:
+    """Return the loss of 40 tokens, and what the model returns."""
+    with torch.no_grad(), router.watching() as logits:
+        output = causal.get_submodule("model")(input_ids=torch.arange(5, 45)[None], **options)
+    return router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40, output
+
+
 def test_router_loss_finds_logits_that_come_second() -> None:
     """Llama 4's returns the scores of the chosen experts first."""
-    torch.manual_seed(0)
-    causal = causal_model(
-        load_config(another("llama4_text")), dtype=torch.float32, attention="eager"
-    )
-    for parameter in causal.parameters():  # routers that choose
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
-    router = RouterLoss(causal, 0.5)
-    with torch.no_grad(), router.watching() as logits:
-        recorded = causal.get_submodule("model")(
-            input_ids=torch.arange(5, 45)[None], output_router_logits=True
-        ).router_logits
-    reference: Any = load_balancing_loss_func
-    expected = reference(tuple(layer.reshape(-1, 4) for layer in recorded), 4, 1)
-    torch.testing.assert_close(router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40, expected)
-
-
-def test_a_model_without_experts_is_refused() -> None:
-    assert refusal(lambda: tiny(train__router_loss_coefficient="0.001")).code == "no-experts"
-    causal = causal_model(load_config(tiny().model))
-    assert refusal(lambda: RouterLoss(causal, 0.001)).code == "model-without-routers"
+    causal = built(another("llama4_text").config)
+    found, output = watched(causal, RouterLoss(causal, 0.5), output_router_logits=True)
+    layers = tuple(layer.reshape(-1, 4) for layer in output.router_logits)
+    torch.testing.assert_close(found, REFERENCE(layers, 4, 1))
 
 
 def hunyuan(chosen: int | list[int]) -> PreTrainedModel:
-    torch.manual_seed(0)
     names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window")
-    shape = {key: value for key, value in SMALL.items() if key not in names} | {
-        "model_type": "hunyuan_v1_moe",
-        "moe_topk": chosen,
-    }
-    return causal_model(
-        load_config(ModelSpec(id="h", weights="random", config=shape)),
-        dtype=torch.float32,
-        attention="eager",
-    )
+    shape = {key: value for key, value in SMALL.items() if key not in names}
+    return built(shape | {"model_type": "hunyuan_v1_moe", "moe_topk": chosen})
 
 
 def test_experts_that_are_chosen_may_be_listed_layer_by_layer() -> None:
     """As in HunYuan, whose lists may have one value throughout."""
-    found = []
-    for causal in (hunyuan(2), hunyuan([2, 2, 2])):
-        router = RouterLoss(causal, 0.5)
-        with torch.no_grad(), router.watching() as logits:
-            causal(input_ids=torch.arange(5, 45)[None])
-        found.append(router(logits, torch.ones(1, 40, dtype=torch.bool)))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-    assert found[0] / 40 > 1.9
-    assert refusal(lambda: RouterLoss(hunyuan([1, 2, 2]), 0.5)).code == "model-without-routers"
+    one, listed = (
+        watched(causal, RouterLoss(causal, 0.5))[0] for causal in (hunyuan(2), hunyuan([2, 2, 2]))
+    )
+    assert one == listed > 1.9
 
 
-def test_routers_that_are_recorded_in_several_ways_are_refused() -> None:
-    causal = causal_model(load_config(another("jetmoe")))
-    assert refusal(lambda: RouterLoss(causal, 0.5)).code == "model-without-routers"
+def test_models_without_experts_or_with_odd_routers_are_refused() -> None:
+    """JetMoE's are recorded in several ways."""
+    with rejected("no-experts"):
+        tiny(train__router_loss_coefficient="0.001")
+    dense, jetmoe = (built(config) for config in (tiny().model.config, another("jetmoe").config))
+    for causal in (dense, jetmoe, hunyuan([1, 2, 2])):
+        with rejected("model-without-routers"):
+            RouterLoss(causal, 0.001)
 
 
 def small_mixture(**changes: str) -> RunSpec:
-    shape = {
-        "model__config": "{"
-        + ", ".join(f"{key} = {_toml(value)}" for key, value in _config().items())
-        + "}"
-    }
-    spec = tiny(**shape, model__leaf_modules='["Qwen3MoeSparseMoeBlock"]', **changes)
-    return replace(spec, model=replace(spec.model, parameters=parameter_table(spec.model)))
-
-
-def _config() -> dict[str, Any]:
     names = ("sliding_window", "num_local_experts", "pad_token_id", "bos_token_id", "eos_token_id")
-    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | {
-        key: value for key, value in SMALL.items() if key not in names
-    }
-
-
-def _toml(value: object) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )
+    config = {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    config |= {key: value for key, value in SMALL.items() if key not in names}
+    spec = tiny(model__leaf_modules='["Qwen3MoeSparseMoeBlock"]', **changes)
+    model = replace(spec.model, config=config)
+    return replace(spec, model=replace(model, parameters=parameter_table(model)))
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_alike_with_and_without_recompute(tmp_path: Path) -> None:
-    settings = {
-        "train__steps": "4",
-        "train__router_loss_coefficient": "0.1",
-        "gpus": "1",
-        "checkpoint__at_end": "false",
-    }
-    started = {}
-    for policy in ("full", "none"):  # In parallel: much of a launch is one process that imports.
-        spec = small_mixture(model__activation_checkpointing=policy, **settings)
-        run = create_run(spec, tmp_path / policy)
-        started[policy] = run, start(run, spec)
-    found = {}
-    for policy, (run, process) in started.items():
-        assert process.wait(timeout=400) == 0, log(run)
-        found[policy] = of_kind(run, StepRecord)
-    for one, other in zip(found["full"], found["none"], strict=True):
-        assert one.router_loss == pytest.approx(other.router_loss, rel=1e-3)
-        assert one.loss == pytest.approx(other.loss, rel=1e-3)
-        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-2)
-        assert one.router_loss is not None
-        assert 1.9 < one.router_loss < 4
+def test_a_mixture_trains_with_its_router_loss_recorded(tmp_path: Path) -> None:
+    settings = {"train__steps": "4", "train__router_loss_coefficient": "0.1"}
+    settings |= {"gpus": "1", "checkpoint__at_end": "false"}
+    run, code = train(small_mixture(**settings), tmp_path)
+    assert code == 0, log(run)
+    steps = of_kind(run, StepRecord)
+    assert len(steps) == 4
+    assert all(step.router_loss is not None and 1.9 < step.router_loss < 4 for step in steps)

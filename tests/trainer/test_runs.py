@@ -29,9 +29,10 @@ from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.loss import expected_first_loss
 from tests.support.launching import log, of_kind, records, start, tiny, train
 from tests.support.models import causal_model
-from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
+from tests.support.shared_run import PARTS, SUPEROFFLOAD, TWELVE_STEPS
 
 pytestmark = pytest.mark.slow
+PRETRAINED = {"model__weights": "pretrained", "model__tokenizer": "builtin:tiny"}
 
 
 def steps_of(found: list[MetricRecord]) -> list[StepRecord]:
@@ -46,54 +47,36 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
 
 def test_a_run_records_its_start_its_steps_and_last_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
-    start_record = of_kind(found, StartRecord)[0]
-    assert (start_record.ranks, start_record.total_steps) == (2, 12)
-    assert start_record.parameters == tiny().model.parameter_count or not tiny().model.parameters
-    binding = of_kind(found, BindingRecord)[0]
+    begin, binding = of_kind(found, StartRecord)[0], of_kind(found, BindingRecord)[0]
+    parameters = tiny().model.parameter_count
+    assert (begin.ranks, begin.total_steps, begin.parameters) == (2, 12, parameters)
     assert [rank.rank for rank in binding.ranks] == [0, 1]
     assert all(rank.cpus and not rank.problem for rank in binding.ranks)
     assert [record.phase for record in of_kind(found, PhaseRecord)][-1] == "saving"
     assert [record.step for record in steps_of(found)] == list(range(1, 13))
     end = end_of(found)
-    assert (end.state, end.step) == ("finished", 12)
-    assert Path(end.saved).name == "step-000012"
+    assert (end.state, end.step, Path(end.saved).name) == ("finished", 12, "step-000012")
 
 
-def test_the_loss_starts_at_that_of_random_weights_and_falls(finished_run: RunDirectory) -> None:
-    losses = [record.loss for record in steps_of(records(finished_run))]
-    assert losses[0] == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
-    assert losses[-1] < losses[0] - 1
-
-
-def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory) -> None:
-    for record in steps_of(records(finished_run)):
-        parts = (
-            record.data_s
-            + record.forward_s
-            + record.backward_s
-            + record.exposed_optimizer_s
-            + record.other_s
-        )
-        assert parts == pytest.approx(record.step_s, rel=0.02)
-        assert record.useful_tokens_per_s_total == pytest.approx(
-            record.useful_tokens / record.step_s
-        )
-        assert 0 < record.trained_tokens < record.useful_tokens <= 2048
-        assert 0 < record.model_tflops_per_gpu < record.hw_tflops_per_gpu
-        assert record.gradient_norm is not None
-        assert record.gradient_norm > 0
-        assert record.host_memory_bytes is not None
-        assert record.gpu_memory_peak_bytes is None
+def test_figures_of_steps_agree_and_the_loss_falls(finished_run: RunDirectory) -> None:
+    steps = steps_of(records(finished_run))
+    assert steps[0].loss == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
+    assert steps[-1].loss < steps[0].loss - 1
+    for step in steps:
+        assert sum(getattr(step, part) for part in PARTS) == pytest.approx(step.step_s, rel=0.02)
+        assert step.useful_tokens_per_s_total == pytest.approx(step.useful_tokens / step.step_s)
+        assert 0 < step.trained_tokens < step.useful_tokens <= 2048
+        assert 0 < step.model_tflops_per_gpu < step.hw_tflops_per_gpu
+        assert (step.gradient_norm or 0) > 0
+        assert step.host_memory_bytes is not None
+        assert step.gpu_memory_peak_bytes is None
 
 
 def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
     saved = [record.step for record in of_kind(finished_run, CheckpointRecord)]
     assert saved == [5, 10, 12]
-    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == [
-        "run.json",
-        "step-000010",
-        "step-000012",
-    ]
+    left = sorted(path.name for path in finished_run.checkpoints_dir.iterdir())
+    assert left == ["run.json", "step-000010", "step-000012"]
 
 
 def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_path: Path) -> None:
@@ -102,19 +85,10 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
     shutil.copytree(finished_run.path / "export", cached / "snapshots" / "0123")
-    changes = {
-        "model__id": "someone/tiny",
-        "model__tokenizer": "someone/tiny",
-        "model__weights": "pretrained",
-    }
-    spec = tiny(
-        **changes,
-        gpus="1",
-        train__steps="2",
-        train__learning_rate="1e-4",
-        checkpoint__at_end="false",
-        data__held_out="0.1",
-    )
+    model = PRETRAINED | {"model__id": "someone/tiny", "model__tokenizer": "someone/tiny"}
+    training = {"gpus": "1", "train__steps": "2", "train__learning_rate": "1e-4"}
+    training |= {"checkpoint__at_end": "false", "data__held_out": "0.1"}
+    spec = tiny(**model, **training)
     run = create_run(spec, tmp_path / "runs")
     cut_off = {
         "HF_HOME": str(tmp_path),
@@ -126,7 +100,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     learned = steps_of(records(finished_run))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert steps_of(records(run))[0].loss < learned[0].loss - 1
-    before, after = (record for record in of_kind(run, EvaluationRecord))
+    before, after = of_kind(run, EvaluationRecord)
     assert (before.step, after.step) == (0, 2)
     assert before.loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert after.loss < before.loss
@@ -158,22 +132,15 @@ def test_a_resumed_run_trains_as_if_never_stopped(
     # is not written again.
     assert start(run, spec).wait(timeout=120) == 0, log(run, 2)
     early = end_of(records(run))
-    assert (early.attempt, early.state, early.step, early.saved) == (
-        2,
-        "stopped",
-        end.step,
-        end.saved,
-    )
-    assert not [
-        record
-        for record in records(run)
-        if record.attempt == 2 and isinstance(record, StepRecord | CheckpointRecord)
-    ]
+    assert (early.attempt, early.state) == (2, "stopped")
+    assert (early.step, early.saved) == (end.step, end.saved)
+    second = [record for record in records(run) if record.attempt == 2]
+    assert not of_kind(second, StepRecord) + of_kind(second, CheckpointRecord)
     state.clear(run, "stop")
     assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
-    second = [record for record in records(run) if record.attempt == 3]
-    assert of_kind(second, ResumedRecord)[0].step == end.step
-    assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
+    third = [record for record in records(run) if record.attempt == 3]
+    assert of_kind(third, ResumedRecord)[0].step == end.step
+    assert [record.step for record in steps_of(third)] == list(range(end.step + 1, 13))
     straight, stopped = (
         {record.step: (record.loss, record.gradient_norm) for record in steps_of(records(each))}
         for each in (finished_run, run)
@@ -207,33 +174,25 @@ def test_one_rank_goes_on_for_two(finished_run: RunDirectory, tmp_path: Path) ->
         name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010")
     )
     assert of_kind(found, ResumedRecord)[0].step == 10
-    expected = {record.step: record for record in steps_of(records(finished_run))}
-    assert [record.step for record in steps_of(found)] == [11, 12]
-    for record in steps_of(found):
-        same = expected[record.step]
-        assert (record.useful_tokens, record.trained_tokens) == (
-            same.useful_tokens,
-            same.trained_tokens,
-        )
-        assert record.loss == pytest.approx(same.loss, rel=1e-2)
+    expected = [record for record in steps_of(records(finished_run)) if record.step > 10]
+    for step, same in zip(steps_of(found), expected, strict=True):
+        counts = step.step, step.useful_tokens, step.trained_tokens
+        assert counts == (same.step, same.useful_tokens, same.trained_tokens)
+        assert step.loss == pytest.approx(same.loss, rel=1e-2)
     first = steps_of(found)[0]
-    assert first.loss == pytest.approx(expected[11].loss, rel=5e-3)
-    assert first.gradient_norm == pytest.approx(expected[11].gradient_norm, rel=2e-2)
-    assert sorted(path.name for path in run.checkpoints_dir.glob("step-*")) == [
-        "step-000010",
-        "step-000012",
-        "step-000012.damaged",
-    ]
+    assert first.loss == pytest.approx(expected[0].loss, rel=5e-3)
+    assert first.gradient_norm == pytest.approx(expected[0].gradient_norm, rel=2e-2)
+    left = sorted(path.name for path in run.checkpoints_dir.glob("step-*"))
+    assert left == ["step-000010", "step-000012", "step-000012.damaged"]
 
 
 def test_stopped_while_it_loads_it_trains_and_saves_nothing(tmp_path: Path) -> None:
     spec = tiny(train__steps="12", gpus="1")
     run = create_run(spec, tmp_path)
     process = start(run, spec)
-    while not any(
-        isinstance(record, PhaseRecord) and record.detail == "preparing the optimizer"
-        for record in records(run)
-    ):
+    while not [
+        record for record in of_kind(run, PhaseRecord) if record.detail == "preparing the optimizer"
+    ]:
         assert process.poll() is None, log(run)
         time.sleep(0.02)
     state.request(run, "stop")
@@ -241,7 +200,7 @@ def test_stopped_while_it_loads_it_trains_and_saves_nothing(tmp_path: Path) -> N
     found = records(run)
     end = end_of(found)
     assert (end.state, end.code, end.step, end.saved) == ("stopped", "stopped-while-loading", 0, "")
-    assert not any(isinstance(record, StepRecord | CheckpointRecord) for record in found)
+    assert not of_kind(found, StepRecord) + of_kind(found, CheckpointRecord)
     assert not any(run.checkpoints_dir.glob("step-*"))
 
 
@@ -257,23 +216,11 @@ def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> 
     ]
     rows[2]["instruction"] += " ~"
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    shape = {
-        "model__id": str(tmp_path / "spoilt"),
-        "model__tokenizer": "builtin:tiny",
-        "model__weights": "pretrained",
-    }
-    data = {
-        "data__source": str(tmp_path / "rows.json"),
-        "data__format": "alpaca",
-        "data__packing": "false",
-    }
-    train_it = {
-        "train__steps": "6",
-        "train__micro_batch": "2",
-        "train__gradient_clipping": "1000",
-        "gpus": "1",
-    }
-    run, code = train(tiny(**shape, **data, **train_it, train__seed="3"), tmp_path / "runs")
+    data = {"data__source": str(tmp_path / "rows.json"), "data__format": "alpaca"}
+    data |= {"data__packing": "false", "train__micro_batch": "2", "train__seed": "3"}
+    training = {"train__steps": "6", "train__gradient_clipping": "1000", "gpus": "1"}
+    model = {"model__id": str(tmp_path / "spoilt"), **PRETRAINED}
+    run, code = train(tiny(**model, **data, **training), tmp_path / "runs")
     found = records(run)
     assert code == 0, log(run)
     skips = [record for record in of_kind(found, WarningRecord) if record.code == "step-skipped"]
@@ -294,18 +241,9 @@ def test_a_gradient_that_is_not_finite_ends_a_run_without_skips(tmp_path: Path) 
     layer.mlp.up_proj.weight.data.zero_()[:, 0] = 1e30
     layer.mlp.down_proj.weight.data.zero_()
     causal.save_pretrained(tmp_path / "spoilt")
-    shape = {
-        "model__id": str(tmp_path / "spoilt"),
-        "model__tokenizer": "builtin:tiny",
-        "model__weights": "pretrained",
-    }
-    often = {
-        "train__steps": "5",
-        "train__log_interval": "5",
-        "gpus": "1",
-        "offload__mode": "zerooffload",
-    }
-    run, code = train(tiny(**shape, **often), tmp_path / "runs")
+    model = {"model__id": str(tmp_path / "spoilt"), **PRETRAINED}
+    often = {"train__steps": "5", "train__log_interval": "5", "offload__mode": "zerooffload"}
+    run, code = train(tiny(gpus="1", **model, **often), tmp_path / "runs")
     end = end_of(records(run))
     assert (code, end.state, end.code, end.step) == (1, "failed", "not-finite", 2)
     assert end.saved == ""
@@ -317,10 +255,8 @@ def test_prompts_are_answered_before_during_and_after_training(finished_run: Run
     asked = read_answers(finished_run).asked
     assert [each.step for each in asked] == [0, 5, 10, 12]
     for each in asked:
-        assert [answer.prompt for answer in each.answers] == [
-            "Which process uses a port?",
-            "Show the disks.",
-        ]
+        prompts = [answer.prompt for answer in each.answers]
+        assert prompts == ["Which process uses a port?", "Show the disks."]
         assert all(answer.stopped or answer.tokens == 12 for answer in each.answers)
     assert asked[0].answers != asked[-1].answers
     assert "'Show the disks.' -> " in log(finished_run)

@@ -8,30 +8,17 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import Finding
 from so_tui.plan.measured import Figures
-from so_tui.runs.records import PhaseRecord
+from so_tui.runs.records import MetricRecord, PhaseRecord
 from so_tui.validation import report as reports
 from so_tui.validation import show
-from so_tui.validation import validate as machine_parts
-from so_tui.validation.report import (
-    HIDDEN,
-    CopiesFound,
-    CopyRates,
-    LossAgreement,
-    Outcome,
-    TrainingFound,
-    _hidden,
-    machine_found,
-    shared,
-)
 from so_tui.validation.show import _markdown
 from so_tui.validation.validate import _phase_seconds, validate
 from tests.support.records import step_record
@@ -50,9 +37,9 @@ FIGURES = Figures(
 
 
 def trained(
-    key: str, losses: tuple[float | None, ...], clipping: float = 0.0, *, losses_only: bool = False
-) -> Outcome:
-    result = TrainingFound(
+    key: str, losses: tuple[float | None, ...], clipping: float = 0.0, **others: Any
+) -> reports.Outcome:
+    result = reports.TrainingFound(
         settings={},
         ranks=1,
         placed="bound",
@@ -64,35 +51,28 @@ def trained(
         model_tflops_per_gpu=200.0,
         example_tflops=300.0,
         losses=losses,
-        losses_only=losses_only,
     )
-    return Outcome(key=key, title=f"<{key}> & more", estimate_s=1, state="measured", result=result)
+    return measured(key, replace(result, **others), f"<{key}> & more")
 
 
-COPIES = CopyRates(
-    node=0,
-    gpu=0,
-    all_at_once=False,
-    pinned_d2h=3e11,
-    pinned_h2d=3e11,
-    pageable_d2h=1e11,
-    pageable_h2d=1e11,
-    both_ways=2e11,
-)
+RATE_NAMES = ("pinned_d2h", "pinned_h2d", "pageable_d2h", "pageable_h2d", "both_ways")
+COPIES = reports.CopyRates(node=0, gpu=0, all_at_once=False, **dict.fromkeys(RATE_NAMES, 3e11))
 
 
-def measured(key: str, result: Any) -> Outcome:
-    return Outcome(key=key, title=key, estimate_s=1, state="measured", result=result)
+def measured(key: str, result: Any, title: str = "") -> reports.Outcome:
+    return reports.Outcome(
+        key=key, title=title or key, estimate_s=1, state="measured", result=result
+    )
 
 
 REPORT = replace(
     EMPTY,
     outcomes=(
-        measured("copies", CopiesFound(copies=(COPIES,))),
+        measured("copies", reports.CopiesFound(copies=(COPIES,))),
         trained("gpu", (8.0, 7.0, 6.0)),
         trained("ours", (8.0, 7.07, 6.0)),
         trained("clipped", (8.0, 7.5, 7.0), clipping=1.0),
-        Outcome(
+        reports.Outcome(
             key="left", title="another", estimate_s=99, state="left-out", reason="takes about 99 s"
         ),
     ),
@@ -117,11 +97,9 @@ def test_losses_are_compared_within_a_clipping(tmp_path: Path) -> None:
     [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)],
 )
 def test_waits_for_the_norm_are_told(clipping: float, engine: str, shown: bool) -> None:
-    outcome = trained("clipped", (8.0, 7.0), clipping)
-    assert isinstance(outcome.result, TrainingFound)
-    found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
-    text = show._markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
-    assert ("3 of 4" in text) == shown
+    settings = {"offload.engine": engine}
+    outcome = trained("clipped", (8.0, 7.0), clipping, settings=settings, held_back_steps=3)
+    assert ("3 of 4" in show._markdown(replace(EMPTY, outcomes=(outcome,)))) == shown
 
 
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
@@ -129,9 +107,8 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     assert (found.by_step, found.largest) == ((0.0, None), None)
 
 
-def test_compared_losses_of_a_part_that_is_not_there_are_shown_by_its_key() -> None:
-    """As in a report that was edited."""
-    agreement = (LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
+def test_compared_losses_of_an_edited_report_are_shown_by_key() -> None:
+    agreement = (reports.LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
     report = replace(EMPTY, outcomes=(trained("gpu", (8.0,)),), agreement=agreement)
     ((title, reference, *_),) = show.agreement_rows(report)
     assert (title, reference) == ("gone", report.outcomes[0].title)
@@ -139,11 +116,10 @@ def test_compared_losses_of_a_part_that_is_not_there_are_shown_by_its_key() -> N
 
 def test_losses_of_many_steps_have_a_figure_of_their_own() -> None:
     """And no speed."""
+    every = {"losses-gpu": 6.0, "losses-1": 6.0, "losses-2": None}
     outcomes = (
         trained("gpu", (8.0, 7.0)),
-        trained("losses-gpu", (8.0, 6.0, 5.0), 1.0, losses_only=True),
-        trained("losses-1", (8.0, 6.0, 5.0), 1.0, losses_only=True),
-        trained("losses-2", (8.0, None, 5.0), 1.0, losses_only=True),
+        *(trained(key, (8.0, loss, 5.0), 1.0, losses_only=True) for key, loss in every.items()),
     )
     report = replace(EMPTY, outcomes=outcomes, agreement=reports._agreement_of(outcomes))
     compared = [(one.key, one.reference) for one in report.agreement]
@@ -168,58 +144,48 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
     title = f"{host.upper()}: {home}/.cache is full, says {user}@{host}"
-    found = machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
+    found = reports.machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
     software = replace(found.software, compiler=f"c++ (built in {home}/gcc) 12")
     reason = f"`so-tui logs {home}/.local/state/x` shows; alps says no"
-    failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
+    failed = reports.Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
     outcomes = (measured("m", replace(found, software=software)), failed)
-    nameless = shared(replace(EMPTY, outcomes=outcomes))
+    nameless = reports.shared(replace(EMPTY, outcomes=outcomes))
     text = reports._encoded(nameless).decode() + show._markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
     assert not [name for name in names if name in text]
     assert "- note: (`a`)" in text
-    assert f"{HIDDEN} shows; {HIDDEN} says no" in text
-    assert f"c++ (built in {HIDDEN} 12" in text
+    assert f"{reports.HIDDEN} shows; {reports.HIDDEN} says no" in text
+    assert f"c++ (built in {reports.HIDDEN} 12" in text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Alps.cscs.example refused",
-        "on ALPS01, alps-2 and alps_3.cscs.example",
-        "cscs.example has no route",
-        "/scratch/alice",
-        "~alice/runs",
-        "~/alps/x",
-        "runs/alice/x and ./alps/y and ../alps",
-        "open('/data/my alps folder/x') failed",
-        "`so-tui logs /a b/alps c/d`",
-        '"/data/alps: x/y"',
-        "file:///home/alice/x?y=alps",
-        "https://alps:1234/x",
-        "//alps/share",
-        "PATH=/opt/alps:/usr/bin",
-        "/a=b,alps/c",
-        "/größe/alps",
-        "alice@mail.example wrote",
-        "user_alice and alice's and ALICE",
-        "Alice Example did",
-        "10.0.17.3:29500 and fe80::1:2 and ::1",
-        "GPU-01b9bd69-6109-7d25-5094-d38997c81eb0 is busy",
-    ],
+NAMING = (
+    "Alps.cscs.example refused",
+    "on ALPS01, alps-2 and alps_3.cscs.example",
+    "/scratch/alice",
+    "~alice/runs and ~/alps/x and ../alps",
+    "open('/data/my alps folder/x') failed",
+    "`so-tui logs /a b/alps c/d`",
+    "file:///home/alice/x?y=alps and https://alps:1234/x",
+    "PATH=/opt/alps:/usr/bin",
+    "/a=b,alps/größe",
+    "alice@mail.example wrote",
+    "user_alice and alice's and ALICE",
+    "Alice Example did",
+    "10.0.17.3:29500 and fe80::1:2 and ::1",
+    "GPU-01b9bd69-6109-7d25-5094-d38997c81eb0 is busy",
 )
+
+
+@pytest.mark.parametrize("text", NAMING)
 def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
-    left = _hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
-    assert not [
-        name
-        for name in ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
-        if name in left
-    ]
+    left = reports._hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
+    names = ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
+    assert not [name for name in names if name in left]
 
 
 def test_what_names_nobody_is_left() -> None:
     text = "takes about 57 s, and 9 s were left: 45.2 GB/s, 0.3 s/step (exit code 1) of alpsee"
-    assert _hidden(text, {"alps", "al", "", "root", "localhost"}) == text
+    assert reports._hidden(text, {"alps", "al", "", "root", "localhost"}) == text
 
 
 @pytest.mark.slow
@@ -227,38 +193,21 @@ def test_copies_are_measured_between_every_gpu_and_node() -> None:
     """The GPU's part runs the same code on small sizes, on the CPU."""
     nodes = _request_of(inspect_machine())["nodes"][:1]
     gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
-    *told, last = stream_tool(
-        "copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}
-    )
-    assert [(found["gpu"], found["all_at_once"]) for found in last["copies"]] == [
-        (0, False),
-        (1, False),
-        (0, True),
-        (1, True),
-    ]
-    assert all(
-        found[rate] > 1e6
-        for found in last["copies"]
-        for rate in ("pinned_d2h", "pageable_h2d", "both_ways")
-    )
+    asked = {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}
+    *told, last = stream_tool("copies", asked)
+    found = [(one["gpu"], one["all_at_once"]) for one in last["copies"]]
+    assert found == [(0, False), (1, False), (0, True), (1, True)]
+    assert all(one[rate] > 1e6 for one in last["copies"] for rate in RATE_NAMES)
     assert len(told) == 3
 
 
 @pytest.mark.slow
 def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     machine = replace(inspect_machine(), gpus=())
-    told: list[str] = []
-    report = validate(
-        machine,
-        tmp_path,
-        seconds=170.0,
-        gpus=0,
-        share=True,
-        tell=lambda text, share: told.append(text),
-    )
+    report = validate(machine, tmp_path, seconds=170.0, gpus=0, share=True, tell=lambda *_: None)
     states = {outcome.key: (outcome.state, outcome.reason) for outcome in report.outcomes}
     assert states.keys() == {"machine", "rates", "ours", "zerooffload", "ours-clipped"}
-    assert {key: state for key, (state, _) in states.items()}["ours"] == "measured", states
+    assert states["ours"][0] == "measured", states
     assert not [key for key, (state, _) in states.items() if state in reports.FAILURES], states
     found = {outcome.key: result for outcome, result in reports.trained(report.outcomes)}
     first, *_, last = found["ours"].losses
@@ -268,83 +217,47 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     assert valid("validate", (tmp_path / reports.FILE).read_text())["host"] == machine.hostname
     assert "TFLOPS by DeepSpeed's example" in (tmp_path / "report.md").read_text()
     assert machine.hostname not in (tmp_path / "shared" / "report.md").read_text()
-    assert bool(report.agreement) == (
-        "zerooffload" in found
-    )  # on a busy host it may have been left out
+    # On a busy host it may have been left out.
+    assert bool(report.agreement) == ("zerooffload" in found)
     for one in report.agreement:
         assert one.largest is not None
         assert one.largest < 0.02
 
 
-def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
-    assert [
-        one.pending.key
-        for one in machine_parts._machine_measurements(
-            replace(inspect_machine(), gpus=()), tmp_path
-        )
-    ] == ["machine", "rates"]
+def phase(time: float, phase: str, stage: str = "") -> PhaseRecord:
+    return PhaseRecord(attempt=1, time=time, phase=phase, stage=stage)  # type: ignore[arg-type]
 
 
-def loading(time: float, stage: str) -> PhaseRecord:
-    return PhaseRecord(attempt=1, time=time, phase="loading", stage=stage)
-
-
-RECORDS = (
-    loading(5.0, "imports"),
-    loading(8.0, "ranks"),
-    loading(9.0, "data"),
-    loading(9.5, "weights"),
-    loading(10.0, "weights"),
-    loading(12.0, "optimizer"),
-    PhaseRecord(attempt=1, time=13.0, phase="training"),
-    step_record(1, time=15.0),
-    step_record(2, time=16.0),
-    PhaseRecord(attempt=1, time=17.0, phase="training"),
+LOADED = {"imports": 5.0, "ranks": 8.0, "data": 9.0, "weights": 9.5, "optimizer": 12.0}
+RECORDS: tuple[MetricRecord, ...] = (
+    *(phase(time, "loading", stage) for stage, time in LOADED.items()),
+    phase(12.5, "loading", "weights"),  # once more
+    phase(13.0, "training"),
+    *(step_record(step, time=14.0 + step) for step in (1, 2)),
+    phase(17.0, "training"),
     step_record(3, time=18.0),
-    PhaseRecord(attempt=1, time=18.1, phase="saving"),
+    phase(18.1, "saving"),
 )
-LENGTHS = {
-    "preparation": 1,
-    "launcher": 4,
-    "imports": 3,
-    "ranks": 1,
-    "data": 0.5,
-    "weights": 2.5,
-    "optimizer": 1,
-    "first_step": 2,
-}
+SECONDS = (1.0, 4.0, 3.0, 1.0, 0.5, 2.5, 1.0, 2.0, 3.0, 2.0, 0.5)
+PHASES = reports.PhaseSeconds(
+    **dict(zip(reports.PhaseSeconds.__struct_fields__, SECONDS, strict=True))
+)
 
 
 def test_every_second_belongs_to_a_phase() -> None:
-    found: dict[str, Any] = msgspec.structs.asdict(
-        _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
-    )
-    assert found == pytest.approx(
-        {f"{name}_s": seconds for name, seconds in LENGTHS.items()}
-        | {"steps_s": 3, "end_s": 2, "cleaning_s": 0.5}
-    )
-    assert sum(found.values()) == pytest.approx(20.5)
-
-
-def test_what_an_older_trainer_did_not_record_took_no_time() -> None:
-    found = _phase_seconds(RECORDS[1:], begun=0.0, started=1.0, ended=20.0, over=20.0)
-    assert (found.launcher_s, found.imports_s, found.ranks_s) == (7.0, 0.0, 1.0)
-
-
-def test_a_run_without_a_step_has_only_a_start_and_an_end() -> None:
-    found = _phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0)
-    assert (found.launcher_s, found.cleaning_s) == (3.0, 1.0)
-    assert found.first_step_s == found.steps_s == found.end_s == 0.0
+    found = _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
+    assert asdict(found) == pytest.approx(asdict(PHASES))
+    # What an older trainer did not record took no time.
+    older = _phase_seconds(RECORDS[1:], begun=0.0, started=1.0, ended=20.0, over=20.0)
+    assert (older.launcher_s, older.imports_s, older.ranks_s) == (7.0, 0.0, 1.0)
+    no_steps = asdict(_phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0))
+    spent = {name: seconds for name, seconds in no_steps.items() if seconds}
+    assert spent == {"preparation_s": 1.0, "launcher_s": 3.0, "cleaning_s": 1.0}
 
 
 def test_a_report_shows_them_in_one_row_a_part() -> None:
-    phases = _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
-    outcome = next(one for one in REPORT.outcomes if one.key == "gpu")
-    assert outcome.result is not None
-    report = REPORT.with_outcome(replace(outcome, result=replace(outcome.result, phases=phases)))
+    report = REPORT.with_outcome(trained("gpu", (8.0,), phases=PHASES))
     table = _markdown(report).partition("## Where the time went")[2].splitlines()
-    cells = ["1.0", "4.0", "3.0", "1.0", "0.5", "2.5", "1.0", "2.0", "3.0", "2.0", "0.5", "20.5"]
-    assert [line for line in table if line.startswith("| <")] == [
-        f"| {outcome.title} | {' | '.join(cells)} |"
-    ]
+    rows = [line for line in table if line.startswith("| <")]
+    assert rows == [f"| <gpu> & more | {' | '.join(map(str, SECONDS))} | 20.5 |"]
     assert "Where the time went" not in _markdown(REPORT)

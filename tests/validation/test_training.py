@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.launch import launch_of
 from so_tui.machine.known import named_machine
+from so_tui.machine.types import Machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.validation.validate import (
@@ -32,8 +33,8 @@ GAP_DISTANCES = ((10, 20, 40), (20, 10, 40), (40, 40, 10))
 """Distances from each of these nodes, in the order of the nodes."""
 
 
-def part(key: str, machine: object = QUAD, gpus: int = 4) -> _Part:
-    return next(one for one in _parts_of(QUAD, gpus) if one.key == key)
+def part(key: str) -> _Part:
+    return next(one for one in _parts_of(QUAD, 4) if one.key == key)
 
 
 def test_the_shape_fits_one_gpu_without_offload() -> None:
@@ -62,21 +63,19 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         )
 
 
-def test_fewer_gpus_have_fewer_parts() -> None:
-    one_node = named_machine("gh200-480")
-    keys = {one.key for one in _parts_of(one_node, 1)}
-    assert {"gpu", "ours", "published", "zerooffload", "unbound"} <= keys
-    assert not {"wrong-node", "ours-2"} & keys
-    assert "ours-2" in {one.key for one in _parts_of(QUAD, 2)}
-    assert "ours-4" not in {one.key for one in _parts_of(QUAD, 2)}
+def keys(machine: Machine, gpus: int) -> set[str]:
+    return {one.key for one in _parts_of(machine, gpus)}
 
 
-def test_job_of_one_node_is_not_bound_to_another() -> None:
-    job = replace(QUAD, allowed_cpus=QUAD.cpu_nodes[0].cpus, gpus=QUAD.gpus[:1])
-    assert "wrong-node" in {
-        one.key for one in _parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)
-    }
-    assert "wrong-node" not in {one.key for one in _parts_of(job, 1)}
+def test_parts_suit_the_gpus_and_nodes_of_a_job() -> None:
+    one_node = keys(named_machine("gh200-480"), 1)
+    assert {"gpu", "ours", "published", "zerooffload", "unbound"} <= one_node
+    assert not {"wrong-node", "ours-2"} & one_node
+    assert "ours-2" in keys(QUAD, 2)
+    assert "ours-4" not in keys(QUAD, 2)
+    one_gpu = replace(QUAD, gpus=QUAD.gpus[:1])
+    assert "wrong-node" in keys(one_gpu, 1)
+    assert "wrong-node" not in keys(replace(one_gpu, allowed_cpus=QUAD.cpu_nodes[0].cpus), 1)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +87,15 @@ def test_only_gpus_that_the_environment_shows_are_validated(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     here = replace(QUAD, hostname=socket.gethostname())
     report = validate(here, tmp_path, seconds=0, gpus=4, share=False, tell=lambda text, share: None)
-    keys = {outcome.key for outcome in report.outcomes}
+    found = {outcome.key for outcome in report.outcomes}
     assert report.gpus == gpus
-    assert ("ours-2" in keys, "ours-4" in keys) == (gpus == 2, False)
-    assert ("gpu" in keys, "copies" in keys) == (copies, copies)
+    assert {"machine", "rates"} <= found
+    assert {"ours-2", "ours-4"} & found == ({"ours-2"} if gpus == 2 else set())
+    assert {"gpu", "copies"} & found == ({"gpu", "copies"} if copies else set())
 
 
 def test_wrong_node_is_the_farthest() -> None:
-    plan = make_plan(_spec_of(SHAPE, part("ours", gpus=1)), QUAD)
+    plan = make_plan(_spec_of(SHAPE, part("ours")), QUAD)
     (rank,) = plan.binding
     home, near, far = (
         replace(node, id=id, distances=row)
@@ -108,27 +108,24 @@ def test_wrong_node_is_the_farthest() -> None:
     assert moved.memory_policy.nodes == (far.id,)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])]
-)
-def test_losses_of_many_steps_on_every_gpu_count(gpus: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(("gpus", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4])])
+def test_losses_of_many_steps_on_every_gpu_count(gpus: int, counts: list[int]) -> None:
     every = [one for one in _parts_of(QUAD, gpus) if one.losses_only]
-    parts = [one for one in every if not one.published]
     assert [one.ranks for one in every if one.published] == ([1, 2] if gpus > 1 else [])
-    assert [one.key for one in parts] == [f"losses-{name}" for name in expected]
+    parts = [one for one in every if not one.published]
+    assert [one.key for one in parts] == [f"losses-{name}" for name in ("gpu", *counts)]
     specs = [_spec_of(SHAPE, one) for one in parts]
-    assert {spec.offload.mode for spec in specs} == {"gpu", "superoffload"}
+    assert [spec.ranks for spec in specs] == [1, *counts]
+    assert [spec.offload.mode for spec in specs] == ["gpu", *["superoffload"] * len(counts)]
     assert {spec.train.gradient_clipping for spec in specs} == {1.0}
-    assert [spec.ranks for spec in specs] == [one.ranks for one in parts]
 
 
 def test_most_telling_parts_come_first() -> None:
-    keys = [one.key for one in _parts_of(QUAD, 1)]
-    assert keys[:4] == ["gpu", "ours", "unbound", "wrong-node"]
-    compiled = next(
-        position for position, one in enumerate(_parts_of(QUAD, 1)) if one.needs_deepspeeds_adam
-    )
-    assert keys[compiled - 1] == "losses-1"
+    parts = list(_parts_of(QUAD, 1))
+    names = [one.key for one in parts]
+    assert names[:4] == ["gpu", "ours", "unbound", "wrong-node"]
+    compiled = next(at for at, one in enumerate(parts) if one.needs_deepspeeds_adam)
+    assert names[compiled - 1] == "losses-1"
 
 
 def test_as_published_is_deepspeeds_block() -> None:
@@ -137,8 +134,7 @@ def test_as_published_is_deepspeeds_block() -> None:
         for key in ("published", "published-unclipped")
     )
     assert "gradient_clipping" not in left_out
-    assert explicit["gradient_clipping"] == 0.0
-    assert {key: value for key, value in explicit.items() if key != "gradient_clipping"} == left_out
+    assert explicit == left_out | {"gradient_clipping": 0.0}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,10 +148,8 @@ def test_a_rank_can_be_bound_to_the_wrong_node_or_not_at_all(ranks: int) -> None
         (node,) = moved.memory_policy.nodes
         assert node != right.numa_node
         assert set(moved.cpus) <= set(QUAD.node(node).cpus)
-        assert (len(moved.main_cpus), len(moved.adam_cpus)) == (
-            len(right.main_cpus),
-            len(right.adam_cpus),
-        )
+        main, adam = len(right.main_cpus), len(right.adam_cpus)
+        assert (len(moved.main_cpus), len(moved.adam_cpus)) == (main, adam)
         assert set(free.cpus) == set(QUAD.allowed_cpus)
         assert free.memory_policy.mode == "default"
         assert moved.gpu == free.gpu == right.gpu

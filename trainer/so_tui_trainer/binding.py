@@ -178,10 +178,6 @@ def set_memory_policy(policy: MemoryPolicy) -> list[str]:
         )
         != 0
     ):
-        return [
-            (
-                f"cannot set the memory policy {_policy_text(policy)}: "
-                f"{os.strerror(ctypes.get_errno())}"
-            )
-        ]
+        reason = os.strerror(ctypes.get_errno())
+        return [f"cannot set the memory policy {_policy_text(policy)}: {reason}"]
     return []

@@ -284,9 +284,8 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
     code, reason, suggestion = next(
         (problem for problem in problems if problem.code == SUPERSEDED), problems[0]
     )
-    if (
-        cleanup is not None and ranks.first and code != SUPERSEDED
-    ):  # then a newer attempt may be writing a folder of that name
+    # If superseded, a newer attempt may be writing a folder of that name.
+    if cleanup is not None and ranks.first and code != SUPERSEDED:
         shutil.rmtree(cleanup, ignore_errors=True)
     raise TrainingError(code, f"{what}: {reason}", suggestion) from error
 

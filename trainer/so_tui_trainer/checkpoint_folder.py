@@ -464,9 +464,8 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     for path in (partial / _MANIFEST, optimizer_folder(partial), partial):
         sync(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
-    if os.path.lexists(
-        final
-    ):  # The same step again, after resuming from an older checkpoint; or something that is none.
+    # The same step again, after resuming from an older checkpoint; or something that is none.
+    if os.path.lexists(final):
         set_aside(final, SUPERSEDED)
     partial.rename(final)
     sync(final.parent)

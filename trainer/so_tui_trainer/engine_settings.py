@@ -4,6 +4,8 @@ of either.
 
 from __future__ import annotations
 
+import sys
+
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.profile import profile_of
@@ -36,13 +38,14 @@ def engine_settings(
             "offload.mode is still auto. The planner must choose a mode before training starts.",
             code="mode-not-resolved",
         )
-    speculation_bytes = _within_memory(spec, optional.second_states_bytes, 0)
+    room_bytes = _room_bytes(spec)
+    speculation_bytes = min(optional.second_states_bytes, room_bytes)
     return Settings(
         mode=offload.mode,
         engine=offload.engine,
         ratio=offload.ratio,
         speculation_bytes=speculation_bytes,
-        copies_bytes=_within_memory(spec, optional.copies_bytes, speculation_bytes),
+        copies_bytes=min(optional.copies_bytes, room_bytes - speculation_bytes),
         states=states_format(spec),
         seed=train.seed,
         max_skipped_steps=train.max_skipped_steps,
@@ -53,9 +56,8 @@ def engine_settings(
         weight_decay=train.weight_decay,
         adam_cpus=binding.adam_cpus or binding.cpus,
         run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer, spec.ranks),
-        available_bytes=lambda: available_bytes(
-            SystemFiles()
-        ),  # which, unlike the engine's own default, also reads control group limits
+        # Unlike the engine's own default, it also reads control group limits.
+        available_bytes=lambda: available_bytes(SystemFiles()),
     )
 
 
@@ -64,32 +66,18 @@ def states_format(spec: RunSpec) -> StatesFormat:
     return spec.offload.states if own_engine(spec) else "fp32"
 
 
-def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
-    """Return ``planned`` bytes beside the states, or less where other processes hold memory that
-    the plan counted on.
+def _room_bytes(spec: RunSpec) -> int:
+    """Return the memory of a rank's host beside its states, for second states and for copies, where
+    other processes may hold memory that the plan counted on.
 
     No result depends on them, so a run on a host that is fuller than planned is slower and does not
     fail.
-
-    Args:
-        spec: The run's spec.
-        planned: What the plan gives to second states, or to copies.
-        taken: What other such memory takes already.
     """
     available = available_bytes(SystemFiles())
-    if not planned or available is None:
-        return planned
+    if available is None:
+        return sys.maxsize
     each = state_bytes(
         WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1
     )
-    return max(
-        0,
-        min(
-            planned,
-            int(
-                (1 - HOST_MARGIN) * available / spec.ranks_per_host
-                - each * profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel
-            )
-            - taken,
-        ),
-    )
+    states = each * profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel
+    return max(0, int((1 - HOST_MARGIN) * available / spec.ranks_per_host - states))

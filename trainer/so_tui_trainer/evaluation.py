@@ -112,15 +112,6 @@ class Evaluation:
     batches: Batches
     """This rank's micro-batches of the documents to evaluate."""
 
-    @property
-    def documents(self) -> int:
-        return len(self.batches.sequences.documents)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens whose loss is measured."""
-        return self.batches.trained_tokens
-
     def measure(
         self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
     ) -> EvaluationRecord:
@@ -138,7 +129,7 @@ class Evaluation:
         Raises:
             NonFiniteError: The loss is not finite; raised on all ranks.
         """
-        began = time.monotonic()
+        began, tokens = time.monotonic(), self.batches.trained_tokens
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         training = model.training
         model.eval()
@@ -149,7 +140,7 @@ class Evaluation:
                     total += model(batch, 1.0)
         finally:
             model.train(training)
-        loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / self.tokens
+        loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / tokens
         if not math.isfinite(loss):
             raise NonFiniteError(step, "evaluation loss")
         return EvaluationRecord(
@@ -158,7 +149,7 @@ class Evaluation:
             step=step,
             loss=loss,
             perplexity=math.exp(min(loss, 700.0)),
-            tokens=self.tokens,
+            tokens=tokens,
             seconds=time.monotonic() - began,
         )
 

@@ -153,9 +153,8 @@ def export(
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = trained_shapes(model)
-    refuse_without_room(
-        folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
-    )
+    stage.read(shapes)
+    refuse_without_room(folder, stage.total_bytes)
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
@@ -306,9 +305,8 @@ def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
     try:
         (partial / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
-        refuse_foreign(
-            folder
-        )  # Writing takes minutes; somebody may have put something there meanwhile.
+        # Writing takes minutes; somebody may have put something there meanwhile.
+        refuse_foreign(folder)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
@@ -374,9 +372,8 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )
-    except (
-        Exception
-    ) as error:  # a damaged folder raises whatever it leads to, also errors of other packages
+    # A damaged folder raises whatever it leads to, also errors of other packages.
+    except Exception as error:
         raise reject(
             "model-unreadable",
             "model",

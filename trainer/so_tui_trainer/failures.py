@@ -107,9 +107,8 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     found = []
     for rank in range(ranks):
         path = _path(run, attempt, rank)
-        with contextlib.suppress(
-            OSError, msgspec.DecodeError
-        ):  # mostly not there; its file system may be away
+        # Mostly it is not there; its file system may be away.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
             found.append((path.stat().st_mtime_ns, rank, read_json(path, Failure)))
     return min(found)[2] if found else None
 

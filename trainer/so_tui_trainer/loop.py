@@ -56,9 +56,8 @@ def _refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
     """
     try:
         newest = read_state(run).attempt
-    except (
-        InputError
-    ):  # its file system is away for a moment, or the run was deleted, which the supervisor notices
+    # Its file system is away for a moment, or the run was deleted, which the supervisor notices.
+    except InputError:
         return
     if newest > attempt:
         raise TrainingError(
@@ -337,9 +336,8 @@ class Loop:
             loss -= self.spec.train.router_loss_coefficient * router_loss
         self.step = number
         if superoffload.skipped_step(self.engine) is None:
-            if (
-                not self.engine.was_step_applied()
-            ):  # DeepSpeed's own optimizers skip it without a word
+            # DeepSpeed's own optimizers skip it without a word.
+            if not self.engine.was_step_applied():
                 raise NonFiniteError(number, "gradient norm")
             self.useful_tokens += counts.useful_tokens
             self.trained_tokens += counts.trained_tokens
@@ -370,7 +368,8 @@ class Loop:
         if self.evaluation is None:
             return
         self.metrics.check()
-        self.recorder.phase("training", f"evaluating on {self.evaluation.documents} documents")
+        documents = len(self.evaluation.batches.sequences.documents)
+        self.recorder.phase("training", f"evaluating on {documents} documents")
         record = self.evaluation.measure(
             self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step
         )

@@ -293,25 +293,24 @@ class Metrics:
         """
         if not self._measured:
             return {}
-        logged = [step for step in self._measured if step.number in self._engine_stats]
-        every = self._measured_rates(self._measured)
-        split = self._measured_rates(logged or self._measured)
-        medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
+        every = {step.number: self._measured_rates(step) for step in self._measured}
+        logged = every.keys() & self._engine_stats.keys()
+        medians = {
+            name: statistics.median(rates[name] for rates in every.values())
+            for name in next(iter(every.values()))
+        }
         for name in ("forward_s", "exposed_optimizer_s"):
-            medians[name] = statistics.median(rates[name] for rates in split)
+            medians[name] = statistics.median(every[number][name] for number in logged or every)
         if logged:
             medians["adam_busy_s"] = statistics.median(
-                self._engine_stats[step.number].adam_busy_s for step in logged
+                self._engine_stats[number].adam_busy_s for number in logged
             )
         return medians | {"measured_steps": float(len(every))}
 
-    def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
-        found = []
-        for step in steps:
-            stats = self._engine_stats.get(step.number, OffloadStats())
-            times = _separate_exposed_optimizer(step.laps.read(), stats.exposed_in_forward_s)
-            found.append(self._rates(step.counts, times))
-        return found
+    def _measured_rates(self, step: Step) -> dict[str, Any]:
+        stats = self._engine_stats.get(step.number, OffloadStats())
+        times = _separate_exposed_optimizer(step.laps.read(), stats.exposed_in_forward_s)
+        return self._rates(step.counts, times)
 
     def _rates(self, counts: StepCounts, times: _StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""

@@ -436,25 +436,28 @@ class Session:
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
         planned = self.plan.optional
-        because = "because this host has no more memory available"
-        if settings.speculation_bytes < planned.second_states_bytes:
-            found = memory_size(settings.speculation_bytes)
-            wanted = memory_size(planned.second_states_bytes)
-            self.recorder.warn(
+        for found, wanted, code, use, effect in (
+            (
+                settings.speculation_bytes,
+                planned.second_states_bytes,
                 "second-states-reduced",
-                f"clipping: second states get {found} of the planned {wanted}, {because}",
+                "clipping: second states",
                 "Results stay the same, but more of Adam waits for the gradient norm. Free the "
                 "memory and resume, or go on as it is.",
-            )
-        if settings.copies_bytes < planned.copies_bytes:
-            found = memory_size(settings.copies_bytes)
-            wanted = memory_size(planned.copies_bytes)
-            self.recorder.warn(
+            ),
+            (
+                settings.copies_bytes,
+                planned.copies_bytes,
                 "copies-reduced",
-                f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",
+                "checkpoints: copies of states",
                 "Checkpoints stay the same, but training waits for more of each. Free the memory "
                 "and resume, or go on as it is.",
-            )
+            ),
+        ):
+            if found < wanted:
+                message = f"{use} get {memory_size(found)} of the planned {memory_size(wanted)}"
+                because = "because this host has no more memory available"
+                self.recorder.warn(code, f"{message}, {because}", effect)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))

@@ -191,9 +191,15 @@ class _Attention(torch.autograd.Function):
         documents: Documents,
         kernels: Kernels,
     ) -> Tensor:
-        out, normaliser = checkpointing.save_or_reuse(
-            "attention", lambda: _forward(query, key, value, sinks, documents, kernels)
-        )
+        def compute() -> tuple[Tensor, Tensor]:
+            """Return the output and the log-sum-exp [heads, tokens], both with the sinks."""
+            out, without = kernels.forward(query, key, value, documents)
+            if sinks is None:
+                return out, without
+            normaliser = torch.logaddexp(without, sinks.to(without.dtype)[:, None])
+            return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
+
+        out, normaliser = checkpointing.save_or_reuse("attention", compute)
         ctx.save_for_backward(query, key, value, sinks, out, normaliser)
         ctx.documents, ctx.kernels = documents, kernels
         return out
@@ -207,30 +213,11 @@ class _Attention(torch.autograd.Function):
         )
         of_sinks = None
         if sinks is not None:
-            delta = (
-                (gradient * out).sum(-1, dtype=normaliser.dtype).t()
-            )  # Rounding of the bf16 products averages out over the tokens.
+            # Rounding of the bf16 products averages out over the tokens.
+            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()
             share = (sinks.to(normaliser.dtype)[:, None] - normaliser).exp_()
             of_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return of_query, of_key, of_value, of_sinks, None, None
-
-
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    documents: Documents,
-    kernels: Kernels,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [tokens, heads, size] and the log-sum-exp [heads, tokens], both with the
-    sinks.
-    """
-    out, without = kernels.forward(query, key, value, documents)
-    if sinks is None:
-        return out, without
-    normaliser = torch.logaddexp(without, sinks.to(without.dtype)[:, None])
-    return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
 
 
 def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
@@ -635,9 +622,8 @@ def arguments(
     # itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    shape = torch.empty(
-        (*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device
-    )  # Stands in for the embeddings.
+    # Stands in for the embeddings.
+    shape = torch.empty((*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device)
     known: Arguments = {
         "config": config,
         "inputs_embeds": shape,

@@ -171,9 +171,8 @@ def _host_activations(
     inputs, results = None, list[Room]()
     if offloads_inputs(spec.model):
         inputs = Room(layers, tokens * text.hidden_size * causal.dtype.itemsize)
-    if offloads_results(spec.model) and attention.takes_boundaries(
-        implementation
-    ):  # others compute attention again
+    # Other implementations compute attention again.
+    if offloads_results(spec.model) and attention.takes_boundaries(implementation):
         shape = architecture(spec.model.config)
         results = [Room(layers - shape.other_layers, tokens * size) for size in result_bytes(shape)]
     return HostActivations(inputs, results, device)

@@ -47,11 +47,8 @@ def _scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
     changed.max_position_embeddings = round(positions * model.rope_factor)
     try:
         changed.validate_rope()
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:  # Phi-3 and Phi-3.5-MoE know only their own way of scaling.
+    # Phi-3 and Phi-3.5-MoE know only their own way of scaling.
+    except (ValueError, KeyError, TypeError) as error:
         raise _refusal(
             model, f"transformers does not scale this model's positions so ({first_line(error)})"
         ) from error
@@ -102,9 +99,8 @@ def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
     if "pad_token_id" not in given and (config.pad_token_id or 0) >= (
         getattr(config, "vocab_size", None) or math.inf
     ):
-        config.pad_token_id = (
-            None  # the kind's own default, which a smaller vocabulary lacks; TOML cannot say null
-        )
+        # The kind's own default, which a smaller vocabulary lacks; TOML cannot say null.
+        config.pad_token_id = None
     return config
 
 

@@ -103,9 +103,8 @@ def _route(chosen: Tensor, experts: int) -> _Routing:
         chosen: [tokens, k]
         experts: Number of experts.
     """
-    expert, order = (
-        chosen.flatten().to(torch.int16).sort(stable=True)
-    )  # GPUs use radix sort, so narrow integers take fewer passes.
+    # GPUs use radix sort, so narrow integers take fewer passes.
+    expert, order = chosen.flatten().to(torch.int16).sort(stable=True)
     row_of_pair = torch.empty_like(order)
     row_of_pair[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(

@@ -200,10 +200,8 @@ def _replace_rotary(module: Any) -> list[str]:
     query, key, cos, sin = (
         _random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4))
     )
-    for copies in (
-        2,
-        1,
-    ):  # Most models repeat the cosines for both halves of a head; gpt-oss does not.
+    # Most models repeat the cosines for both halves of a head; gpt-oss does not.
+    for copies in (2, 1):
         ours = partial(_rotate_both, theirs, copies)
         angles = (torch.cat([half] * copies, -1) for half in (cos, sin))
         if _agree(_first_of(theirs), _first_of(ours), query, key, *angles):
@@ -310,8 +308,8 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
         if type(module).__name__.endswith("Norm")
         and not list(module.children())
         and type(module) not in (nn.LayerNorm, nn.RMSNorm)
-        and getattr(module.forward, "func", None)
-        is not _rms_norm  # as ``install_kernels`` makes it
+        # As ``install_kernels`` makes it.
+        and getattr(module.forward, "func", None) is not _rms_norm
     ]
 
 

@@ -193,9 +193,8 @@ def _log_sum_exp_kernel(  # type: ignore[no-untyped-def]
 ):
     """Reduce one row in one program. Every lane has its own maximum and sum until the end."""
     row = tl.program_id(0).to(tl.int64)
-    highest = tl.full(
-        [block], -1e30, tl.float32
-    )  # Finite, so that a lane without a column does not compute inf - inf.
+    # Finite, so that a lane without a column does not compute inf - inf.
+    highest = tl.full([block], -1e30, tl.float32)
     total = tl.zeros([block], tl.float32)
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)

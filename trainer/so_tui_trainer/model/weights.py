@@ -117,11 +117,8 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> _Match
     for draft in drafts:
         try:
             made = _realised(model, draft, on_meta)
-        except (
-            RuntimeError,
-            ValueError,
-            AssertionError,
-        ) as error:  # The parts do not fit together. Older torch only asserts that.
+        # The parts do not fit together. Older torch only asserts that.
+        except (RuntimeError, ValueError, AssertionError) as error:
             mismatched[draft.target] = f"{draft.target} ({first_line(error)})"
             continue
         shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
@@ -199,14 +196,12 @@ def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     """
     stored, own = list(names), list(wanted)
     for prefix, replacement in _LANGUAGE_PARTS:
-        if any(name.startswith(prefix) for name in stored) and not any(
-            name.startswith(prefix) for name in own
-        ):
-            inside = {
-                replacement + name.removeprefix(prefix): name
-                for name in stored
-                if name.startswith(prefix)
-            }
+        inside = {
+            replacement + name.removeprefix(prefix): name
+            for name in stored
+            if name.startswith(prefix)
+        }
+        if inside and not any(name.startswith(prefix) for name in own):
             return inside | {name: name for name in stored if name.startswith("lm_head.")}
     return {name: name for name in stored}
 
