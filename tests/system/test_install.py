@@ -1,5 +1,5 @@
-"""The wheel as pipx and uv install it: the light install, and with the ``train`` extra beside a
-torch that the machine already has.
+"""The wheel as a user installs it: alone in an empty environment, as pipx and uv do, and with the
+``train`` extra beside a torch that the machine already has.
 """
 
 from __future__ import annotations
@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -24,43 +27,80 @@ PROXIES = ("HTTP_", "HTTPS_", "NO_PROXY")
 INDEX_SETTINGS = ("PIP_", "UV_", "SSL_", "REQUESTS_", *PROXIES, *map(str.lower, PROXIES))
 """What says where packages come from. Nothing else of the environment reaches the installers."""
 STEPS = 4
+SCREEN = """
+import asyncio, time
+from so_tui.ui.app import SoTuiApp
 
+async def main():
+    app = SoTuiApp()
+    async with app.run_test(size=(120, 40)) as pilot:
+        deadline = time.monotonic() + 100
+        while "(embedded)" not in app.export_screenshot():
+            assert time.monotonic() < deadline, "no preset on the screen"
+            await pilot.pause(0.1)
+    print("drawn")
 
-def environment(home: Path) -> dict[str, str]:
-    """Return the environment of a user whose home is empty but for what was installed there."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(INDEX_SETTINGS)}
-    caches = {
-        "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"),
-        "XDG_CACHE_HOME": str(Path.home() / ".cache"),
-    }
-    own = {
-        "HOME": str(home),
-        "PATH": "/usr/bin:/bin",
-        "LC_ALL": "C.UTF-8",
-        "COLUMNS": "140",
-        "PIPX_DEFAULT_BACKEND": "pip",
-    }
-    return caches | kept | own
+asyncio.run(main())
+"""
 
 
 def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command from a folder outside the checkout."""
-    folder = home / "elsewhere"
+    """Run a command from a folder outside the checkout, as a user whose home is empty but for what
+    was installed there.
+    """
+    folder, cache = home / "elsewhere", Path.home() / ".cache"
     folder.mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name.startswith(INDEX_SETTINGS)}
+    own = {
+        "PIP_CACHE_DIR": str(cache / "pip"),
+        "XDG_CACHE_HOME": str(cache),
+        **kept,
+        "HOME": str(home),
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "TERM": "xterm-256color",
+        "COLUMNS": "140",
+        "PIPX_DEFAULT_BACKEND": "pip",
+    }
     return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+        command, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=600
     )
+
+
+def printed(home: Path, *command: str | Path) -> str:
+    """Run a command that must succeed, and return what it prints."""
+    done = call(home, *command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
+
+
+def built(target: str, sources: Path, folder: Path) -> Path:
+    """Build a wheel or an sdist in a new folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=sources, check=True, capture_output=True)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel."""
+    return built("wheel", ROOT, tmp_path_factory.mktemp("built") / "dist")
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and nothing else; its ``bin``."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    install = [str(folder / "bin" / "python"), *PIP, "-c", str(ROOT / "locks" / "light.txt")]
+    subprocess.run([*install, str(wheel)], check=True, cwd=folder)
+    return folder / "bin"
 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with ``pipx`` and ``uv``."""
+    """The folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), *PIP, "pipx", "uv"]
@@ -70,19 +110,91 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.parametrize("tool", ["pipx", "uv"])
-def test_light_install_plans(tool: str, tools: Path, wheel: Path, tmp_path: Path) -> None:
-    words = {"pipx": ["install"], "uv": ["tool", "install"]}[tool]
-    installed = call(tmp_path, tools / tool, *words, "--python", sys.executable, wheel)
-    assert installed.returncode == 0, installed.stderr
+def test_wheel_holds_presets_and_trainer(wheel: Path, environment: Path) -> None:
+    names = set(ZipFile(wheel).namelist())
+    assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
+    assert {
+        "so_tui/py.typed",
+        "superoffload/py.typed",
+        "so_tui_trainer/__main__.py",
+        "superoffload/optimizer.py",
+        "superoffload/adam.cpp",
+        "so_tui/plan/constants.json",
+        "so_tui/commands/commands.toml",
+        "so_tui/commands/words.json",
+        "so_tui/machine/doctor/findings.toml",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    manual = environment.parent / "share" / "man" / "man1" / "so-tui.1"
+    assert manual.read_text() == (ROOT / "docs" / "so-tui.1").read_text()
 
+
+def test_the_light_install_needs_no_framework(environment: Path, tmp_path: Path) -> None:
+    listed = printed(tmp_path, environment / "python", "-m", "pip", "list", "--format=json")
+    frameworks = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
+    assert not {package["name"].lower() for package in json.loads(listed)} & frameworks
+    refused = call(tmp_path, environment / "so-tui", "run", "tiny", "--plain")
+    assert refused.returncode == 3, refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_machine_is_inspected_elsewhere(environment: Path, tmp_path: Path) -> None:
+    so_tui = environment / "so-tui"
+    inspected = printed(tmp_path, so_tui, "inspect", "--json")
+    assert json.loads(inspected)["numa_nodes"]
+    (tmp_path / "node.json").write_text(inspected)
+    planned = printed(tmp_path, so_tui, "plan", "--machine", tmp_path / "node.json", "--json")
+    assert json.loads(planned)
+    listed = json.loads(printed(tmp_path, so_tui, "presets", "--json"))["presets"]
+    ours = {path.stem for path in (ROOT / "presets").glob("*.toml")}
+    assert ours <= {preset["name"] for preset in listed}
+
+
+def test_the_wheel_says_which_commit_it_was_built_from(environment: Path, tmp_path: Path) -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("there is no git, or no checkout")
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    described = ["git", "-C", str(ROOT), *describe]
+    commit = subprocess.run(described, capture_output=True, text=True, check=False)
+    if commit.returncode != 0:
+        pytest.skip(f"git does not read this checkout: {commit.stderr}")
+    version = printed(tmp_path, environment / "so-tui", "--version").strip()
+    assert version == f"so-tui {__version__} ({commit.stdout.strip()})"
+
+
+def contents(wheel: Path) -> dict[str, list[bytes]]:
+    """Return the lines of each file, sorted: RECORD lists the files in the order in which they were
+    found.
+    """
+    with ZipFile(wheel) as archive:
+        return {name: sorted(archive.read(name).splitlines()) for name in archive.namelist()}
+
+
+def test_wheel_and_sdist_are_reproducible(wheel: Path, tmp_path: Path) -> None:
+    first, second = (built("sdist", ROOT, tmp_path / name) for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert built("wheel", ROOT, tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+    with tarfile.open(first) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (sources,) = (tmp_path / "unpacked").iterdir()
+    assert contents(built("wheel", sources, tmp_path / "again")) == contents(wheel)
+
+
+def test_the_screen_lists_the_presets_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    assert printed(tmp_path, environment / "python", "-P", "-c", SCREEN).strip() == "drawn"
+
+
+@pytest.mark.parametrize(
+    "install", [("pipx", "install"), ("uv", "tool", "install")], ids=lambda words: words[0]
+)
+def test_light_install_plans(
+    install: tuple[str, ...], tools: Path, wheel: Path, tmp_path: Path
+) -> None:
+    name, *words = install
+    printed(tmp_path, tools / name, *words, "--python", sys.executable, wheel)
     so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    assert call(tmp_path, so_tui, "--version").stdout.startswith(f"so-tui {__version__} (")
-    inspected = call(tmp_path, so_tui, "inspect", "--json")
-    assert json.loads(inspected.stdout)["numa_nodes"], inspected.stderr
-    planned = call(tmp_path, so_tui, "plan", "tiny", "--json")
-    assert planned.returncode == 0, planned.stderr
-    assert json.loads(planned.stdout)
+    assert printed(tmp_path, so_tui, "--version").startswith(f"so-tui {__version__} (")
+    assert json.loads(printed(tmp_path, so_tui, "plan", "tiny", "--json"))
 
 
 def needed(name: str, found: dict[str, Distribution]) -> None:
@@ -96,7 +208,7 @@ def needed(name: str, found: dict[str, Distribution]) -> None:
 
 
 @pytest.fixture
-def torch_of_the_site(tmp_path: Path) -> Path:
+def _torch_of_the_site(tmp_path: Path) -> None:
     """Give the user of ``tmp_path`` a torch outside any environment: the one that the tests run
     with, and only what it needs.
     """
@@ -110,32 +222,26 @@ def torch_of_the_site(tmp_path: Path) -> Path:
         Path(str(each.locate_file(file.parts[0])))
         for each in found.values()
         for file in each.files or []
-        if file.parts[0] != ".."
+        if file.parts[0] not in ("..", "__pycache__")
     }
     for top in tops:
-        if top.name != "__pycache__":
-            (packages / top.name).symlink_to(top)
-    return packages
+        (packages / top.name).symlink_to(top)
 
 
+@pytest.mark.usefixtures("_torch_of_the_site")
 def test_train_extra_trains_beside_the_torch_of_a_site(
-    tools: Path, wheel: Path, torch_of_the_site: Path, tmp_path: Path
+    tools: Path, wheel: Path, tmp_path: Path
 ) -> None:
     constraints = " ".join(f"-c {ROOT / 'locks' / name}" for name in ("light.txt", "newest.txt"))
     options = ["--python", sys.executable, "--system-site-packages", f"--pip-args={constraints}"]
-    installed = call(tmp_path, tools / "pipx", "install", *options, f"{wheel}[train]")
-    assert installed.returncode == 0, installed.stderr
-    (environment_of_so_tui,) = tmp_path.glob(".local/**/venvs/so-tui")
-    ours = {path.name for path in environment_of_so_tui.glob("lib/*/site-packages/*")}
+    printed(tmp_path, tools / "pipx", "install", *options, f"{wheel}[train]")
+    (made,) = tmp_path.glob(".local/**/venvs/so-tui")
+    ours = {path.name for path in made.glob("lib/*/site-packages/*")}
     assert {"deepspeed", "transformers", "so_tui", "so_tui_trainer", "superoffload"} <= ours
     assert "torch" not in ours
 
-    so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    options = ["--plain", "--runs-dir", str(tmp_path / "runs"), "--set", f"train.steps={STEPS}"]
-    trained = call(tmp_path, so_tui, "run", "tiny", *options)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert f"finished at step {STEPS}" in trained.stdout
-    listed = json.loads(
-        call(tmp_path, so_tui, "runs", "--runs-dir", tmp_path / "runs", "--json").stdout
-    )
+    so_tui, runs = tmp_path / ".local" / "bin" / "so-tui", ["--runs-dir", str(tmp_path / "runs")]
+    steps = ["--plain", "--set", f"train.steps={STEPS}"]
+    assert f"finished at step {STEPS}" in printed(tmp_path, so_tui, "run", "tiny", *runs, *steps)
+    listed = json.loads(printed(tmp_path, so_tui, "runs", *runs, "--json"))
     assert [(run["state"], run["step"]) for run in listed["runs"]] == [("finished", STEPS)]
