@@ -17,80 +17,11 @@ from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse_mismatch
 from so_tui_trainer.tools.describe_model import describe
-from tests.support.models import causal_model, known
+from tests.support.models import MULTIMODAL, causal_model
 from tests.support.problems import refusal
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-KINDS = known(
-    {
-        "gemma3": {
-            "text_config": TEXT | {"layer_types": ["sliding_attention", "full_attention"]},
-            "vision_config": VISION | {"model_type": "siglip_vision_model"},
-        },
-        "mistral3": {
-            "text_config": TEXT | {"model_type": "mistral"},
-            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
-            "spatial_merge_size": 1,
-            "tie_word_embeddings": False,
-        },
-        "llama4": {
-            "text_config": {
-                **TEXT,
-                "num_local_experts": 4,
-                "intermediate_size_mlp": 96,
-                "layer_types": ["chunked_attention", "full_attention"],
-                "attention_chunk_size": 16,
-            },
-            "vision_config": {
-                **VISION,
-                "projector_input_dim": 32,
-                "projector_output_dim": 32,
-                "vision_output_dim": 32,
-            },
-        },
-    }
-)
 LANGUAGE = {"gemma3": "gemma3_text", "mistral3": "mistral", "llama4": "llama4_text"}
-QWEN3_5 = known(
-    {
-        "qwen3_5": {
-            "text_config": {
-                **TEXT,
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-            },
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "depth": 1,
-                "num_heads": 2,
-                "out_hidden_size": TEXT["hidden_size"],
-            },
-        }
-    }
-)
+KINDS = [kind for kind in MULTIMODAL if kind in LANGUAGE]
 NAMES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -123,7 +54,7 @@ def rename(path: Path, *, as_before: bool) -> None:
 @pytest.mark.parametrize("as_before", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path: Path) -> None:
-    whole = saved(kind, tmp_path, **KINDS[kind]).eval()
+    whole = saved(kind, tmp_path, **MULTIMODAL[kind]).eval()
     rename(tmp_path / "model.safetensors", as_before=as_before)
     model = ModelSpec(id=str(tmp_path), weights="pretrained")
     config = load_config(model)
@@ -155,10 +86,10 @@ def described(folder: Path, **config: object) -> tuple[ModelSpec, list[str]]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", QWEN3_5)
+@pytest.mark.parametrize("kind", sorted(MULTIMODAL.keys() - LANGUAGE.keys()))
 def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
     """Its text_config says nothing of it; transformers' default is that the head is stored."""
-    saved(kind, tmp_path, **QWEN3_5[kind], tie_word_embeddings=tied)
+    saved(kind, tmp_path, **MULTIMODAL[kind], tie_word_embeddings=tied)
     written = json.loads((tmp_path / "config.json").read_text())
     written["text_config"].pop("tie_word_embeddings", None)
     index = read_index(tmp_path)
@@ -174,7 +105,7 @@ def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None:
-    model, notes = described(tmp_path, model_type=kind, **KINDS[kind])
+    model, notes = described(tmp_path, model_type=kind, **MULTIMODAL[kind])
     names = [tensor.name for block in model.parameters for tensor in block.tensors]
     assert model.config["model_type"] == LANGUAGE[kind]
     assert not any("vision" in name for name in names)
@@ -187,5 +118,5 @@ def test_an_untrainable_language_part_is_refused(tmp_path: Path) -> None:
     assert problem.code == "model-multimodal"
     assert "qwen2_5_vl_text" in problem.message
     quantised = {"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}
-    problem = refusal(lambda: described(tmp_path, **KINDS["gemma3"], **quantised))
+    problem = refusal(lambda: described(tmp_path, **MULTIMODAL["gemma3"], **quantised))
     assert problem.code == "weights-quantised"
