@@ -63,10 +63,9 @@ class Runs:
         for run in self._started:
             with contextlib.suppress(Exception):
                 state = read_state(run)
-                processes = (*((state.supervisor,) if state.supervisor else ()), *state.processes)
-                for process in processes:
-                    if alive(process):
-                        os.kill(process.pid, signal.SIGKILL)
+                processes = [*filter(None, [state.supervisor]), *state.processes]
+                for process in filter(alive, processes):
+                    kill(process)
                 wait_for_end_of(*processes)
                 remove_leftovers(processes)
 

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from so_tui.folders import user_folder
 from so_tui.machine.types import Machine
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine, write_run
-from tests.support.records import append_records
+from tests.support.records import append_records, change_state
 
 HOSTILE = (
     "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;"
@@ -55,13 +55,8 @@ def hostile_world(folder: Path) -> HostileWorld:
     """Write presets, a failed run, a machine file and rows of data, full of such texts."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
-    row = {
-        "messages": [
-            {"role": "user", "content": HOSTILE},
-            {"role": "assistant", "content": HOSTILE},
-        ],
-        HOSTILE: HOSTILE,
-    }
+    said = [{"role": role, "content": HOSTILE} for role in ("user", "assistant")]
+    row = {"messages": said, HOSTILE: HOSTILE}
     rows.write_text("\n".join([json.dumps(row)] * 8) + "\n")
     machine = hostile_machine()
     machine_file = folder / "machine.json"
@@ -74,7 +69,7 @@ def hostile_world(folder: Path) -> HostileWorld:
     (presets / "hostile.toml").write_text(tomli_w.dumps(tree))
     broken = tree | {"name": "broken", HOSTILE: HOSTILE, "offload": {"mode": HOSTILE}}
     (presets / IN_A_NAME[:40]).with_suffix(".toml").write_text(tomli_w.dumps(broken))
-    run = hostile_run(folder / "runs", machine)
+    run = hostile_run(folder / "runs")
     return HostileWorld(
         "hostile", presets / "hostile.toml", run, run.path.parent, machine, machine_file, rows
     )
@@ -83,65 +78,32 @@ def hostile_world(folder: Path) -> HostileWorld:
 def hostile_machine() -> Machine:
     """Return a host whose every text is hostile."""
     plain = quad_machine()
-    software = replace(
-        plain.software,
-        **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE),
-    )
-    gpus = tuple(
-        replace(gpu, name=HOSTILE, pci_bus_id=HOSTILE, compute_mode=HOSTILE) for gpu in plain.gpus
-    )
-    mpam = replace(plain.mpam, evidence=HOSTILE)
+    software = dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE)
+    of_gpus = dict.fromkeys(("name", "pci_bus_id", "compute_mode"), HOSTILE)
     return replace(
         plain,
-        hostname=HOSTILE,
-        cpu_name=HOSTILE,
-        architecture=HOSTILE,
-        software=software,
-        gpus=gpus,
-        mpam=mpam,
+        **dict.fromkeys(("hostname", "cpu_name", "architecture"), HOSTILE),
+        software=replace(plain.software, **software),
+        gpus=tuple(replace(gpu, **of_gpus) for gpu in plain.gpus),
+        mpam=replace(plain.mpam, evidence=HOSTILE),
         notes=(HOSTILE,),
     )
 
 
-def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
+def hostile_run(runs_dir: Path) -> RunDirectory:
     """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
-    written = write_run(
-        runs_dir,
-        machine=quad_machine(),
-        steps=3,
-        seconds_of_samples=3,
-        state="failed",
-        name="hostile",
-    )
+    written = write_run(runs_dir, steps=3, seconds_of_samples=3, state="failed", name="hostile")
     run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
-    now = time.time()
+    now = {"attempt": 1, "time": time.time()}
+    said = {"reason": HOSTILE, "suggestion": HOSTILE}
     append_records(
         run,
-        PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
-        WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE),
-        EndRecord(
-            attempt=1,
-            time=now,
-            state="failed",
-            step=3,
-            reason=HOSTILE,
-            suggestion=HOSTILE,
-            summary={HOSTILE: 1.0},
-        ),
+        PhaseRecord(**now, phase="saving", detail=HOSTILE),
+        WarningRecord(**now, message=HOSTILE, suggestion=HOSTILE),
+        EndRecord(**now, state="failed", step=3, summary={HOSTILE: 1.0}, **said),
     )
-    state = read_state(run)
-    write_state(
-        run,
-        replace(
-            state,
-            reason=HOSTILE,
-            detail=HOSTILE,
-            suggestion=HOSTILE,
-            host=HOSTILE,
-            started=now,
-            ended=now,
-        ),
-    )
+    times = {"started": now["time"], "ended": now["time"]}
+    change_state(run, **said, detail=HOSTILE, host=HOSTILE, **times)
     for log in run.attempts_dir.glob("*/*.log"):
         log.write_bytes(HOSTILE.encode() + b"\n\x9b31m raw byte\n" + HOSTILE.encode())
     return run

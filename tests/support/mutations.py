@@ -10,36 +10,10 @@ from hypothesis import strategies as st
 
 Tree = dict[str, Any] | list[Any]
 
-_TEXTS = [
-    "",
-    "x\n",
-    "\x1b]52;c;cm0=\x07",
-    "\x9b31m",
-    "\u202e\u2066",
-    "\ud800",
-    "../../etc/passwd",
-    "/dev/zero",
-    "a" * 100_000,
-    "nan",
-    "a\0b",
-    "[red]",
-]
-_NUMBERS = [
-    0,
-    -1,
-    1,
-    2**31,
-    2**63 - 1,
-    2**63,
-    -(2**64),
-    10**400,
-    1e300,
-    -1e300,
-    5e-324,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-]
+_TEXTS = ["", "x\n", "\x1b]52;c;cm0=\x07", "\x9b31m", "\u202e\u2066", "\ud800", "../../etc/passwd"]
+_TEXTS += ["/dev/zero", "a" * 100_000, "nan", "a\0b", "[red]"]
+_NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**64), 10**400, 1e300, -1e300, 5e-324]
+_NUMBERS += [float("nan"), float("inf"), float("-inf")]
 
 
 def _nested(levels: int) -> Any:
@@ -92,20 +66,15 @@ def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
         case "tear":
             return valid[:at]
         case "flip" if valid:
-            return (
-                valid[:at] + bytes([valid[at] ^ (1 << draw(st.integers(0, 7)))]) + valid[at + 1 :]
-            )
+            flipped = valid[at] ^ (1 << draw(st.integers(0, 7)))
+            return valid[:at] + bytes([flipped]) + valid[at + 1 :]
         case "insert":
             return valid[:at] + draw(st.binary(max_size=40)) + valid[at:]
         case "repeat":
             return valid * draw(st.integers(2, 5))
         case "nest":
-            return (
-                valid[:at]
-                + draw(st.sampled_from([b"[", b'{"a":', b"("]))
-                * draw(st.sampled_from([100, 100_000]))
-                + valid[at:]
-            )
+            opening = draw(st.sampled_from([b"[", b'{"a":', b"("]))
+            return valid[:at] + opening * draw(st.sampled_from([100, 100_000])) + valid[at:]
         case "replace":
             return draw(st.binary(max_size=200))
     return b""
@@ -113,8 +82,8 @@ def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
 
 def harmed_json(valid: bytes) -> st.SearchStrategy[bytes]:
     """Return strategies for a JSON document: harmed as a tree, or as bytes."""
-    tree = json.loads(valid)
-    return harmed_bytes(valid) | harmed_trees(tree).map(_encoded)
+    trees = harmed_trees(json.loads(valid))
+    return harmed_bytes(valid) | trees.map(lambda tree: json.dumps(tree).encode())
 
 
 def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -132,24 +101,14 @@ def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
     return harmed_bytes(valid) | some()
 
 
-def _encoded(tree: Tree) -> bytes:
-    return json.dumps(tree).encode()
-
-
 def _places(tree: Tree) -> list[tuple[Any, Any]]:
     """Return every value of a tree as its parent and its key."""
     found: list[tuple[Any, Any]] = []
     waiting: list[Any] = [tree]
     while waiting:
         value = waiting.pop()
-        keys: Any = (
-            value
-            if isinstance(value, dict)
-            else range(len(value))
-            if isinstance(value, list)
-            else ()
-        )
-        for key in keys:
-            found.append((value, key))
-            waiting.append(value[key])
+        if isinstance(value, dict | list):
+            keys = list(value) if isinstance(value, dict) else range(len(value))
+            found += [(value, key) for key in keys]
+            waiting += [value[key] for key in keys]
     return found

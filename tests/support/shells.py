@@ -63,9 +63,8 @@ def offered(
         environment: Of the shell; its PATH has so-tui.
     """
     if shell == "fish":
-        argv = ["fish", "--no-config", "-c", _FISH, *lines]
         done = subprocess.run(
-            argv,
+            ["fish", "--no-config", "-c", _FISH, *lines],
             cwd=cwd,
             env={**environment},
             capture_output=True,
@@ -86,38 +85,31 @@ def _command_lines(
     shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
-    (folder / "bashrc").write_text(_BASH)
+    rc, typed = folder / "bashrc", folder / "typed"
+    rc.write_text(_BASH)
     (folder / ".zshrc").write_text(_ZSH)
-    typed = folder / "typed"
     typed.touch()
-    argv = (
-        ["bash", "--rcfile", str(folder / "bashrc"), "-i"]
-        if shell == "bash"
-        else ["zsh", "--no-globalrcs", "-i"]
-    )
+    bash, zsh = ["bash", "--rcfile", str(rc), "-i"], ["zsh", "--no-globalrcs", "-i"]
+    argv = bash if shell == "bash" else zsh
+    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)}
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execvpe(
-            argv[0],
-            argv,
-            {**environment, "TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)},
-        )
+        os.execvpe(argv[0], argv, {**environment, **own})
+    end, seen = time.monotonic() + 60, b""
+
+    def read() -> bytes:
+        assert time.monotonic() < end, seen
+        return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.05)[0] else b""
+
     try:
-        end, seen = time.monotonic() + 60, b""
         while _READY not in seen:
-            assert time.monotonic() < end, seen
-            seen += _read(terminal)
+            seen += read()
         os.write(terminal, "".join(f"{line}{_INSERT_ALL}{_SAVE}" for line in lines).encode())
         while len(left := typed.read_text(errors="surrogateescape").split("\0")[:-1]) < len(lines):
-            assert time.monotonic() < end, (left, seen)
-            seen += _read(terminal)  # or the shell would wait for room to write
+            seen += read()  # or the shell would wait for room to write
         return left
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(terminal)
-
-
-def _read(terminal: int) -> bytes:
-    return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.05)[0] else b""
