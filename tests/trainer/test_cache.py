@@ -94,10 +94,7 @@ def test_other_data_or_options_are_another_entry(tmp_path: Path) -> None:
     [
         ({"instruction": "Ask.", "output": "Yes."}, {"output": "Ask.", "instruction": "Yes."}),
         ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
-        (
-            {"messages": turns("a", "a")},
-            {"conversations": turns("a", "a", keys="from value")},
-        ),
+        ({"messages": turns("a", "a")}, {"conversations": turns("a", "a", keys="from value")}),
     ],
 )
 def test_the_same_values_under_other_names_are_another_entry(

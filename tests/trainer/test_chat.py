@@ -133,10 +133,7 @@ CONVERSATIONS: dict[str, tuple[str, Conversation, list[str]]] = {
     "a call in a message of its own": (
         CHANNELS,
         CALLING,
-        [
-            f"{ANALYSIS} to=add<|message|>{{('a', 2)}}<|call|>",
-            f"{FINAL}It is 5.<|return|>",
-        ],
+        [f"{ANALYSIS} to=add<|message|>{{('a', 2)}}<|call|>", f"{FINAL}It is 5.<|return|>"],
     ),
     "a call without its content": (
         ONLY_CALLS,

@@ -15,8 +15,9 @@ from so_tui.plan.plan import RankBinding
 from so_tui.runs import RunDirectory, SampleWriter, read_state, write_state
 from so_tui.runs.records import BindingRecord, Cause, RankBindingReport, RankPlacement, Slowdown
 from so_tui.ui.dashboard.panels import PlacementPanel
+from so_tui.units import GIB
 from tests.support.hostile import HOSTILE, unsafe
-from tests.support.make_run import GIB, plan_for, quad_machine, sample, write_run
+from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import append_records
 from tests.support.screen import opened
 
