@@ -156,13 +156,23 @@ def test_other_folders_are_no_leftovers_of_an_export(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+TIED = tiny().model.config | {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [*(scaled_down(name).config for name in ONE_OF_EACH.values()), TIED],
+    ids=[*ONE_OF_EACH, "tied"],
+)
 def test_exports_load_silently_and_compute_the_same(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
-    spec = replace(with_model(), model=replace(scaled_down(name), id="builtin:tiny"))
+    spec = with_model(config=shape)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -187,17 +197,6 @@ def test_exports_load_silently_and_compute_the_same(
         )
     assert torch.equal(logits, wanted)
     assert torch.equal(from_checkpoint, wanted)
-
-
-def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
-    spec = with_model(config=tiny().model.config | {"tie_word_embeddings": True})
-    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    checkpoint_of(model, spec, tmp_path)
-    written: Any = of_checkpoint(tmp_path, spec)
-    assert written.lm_head.weight is written.get_input_embeddings().weight
-    with torch.no_grad():
-        logits, expected = (each.eval().float()(input_ids=IDS).logits for each in (written, model))
-    torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
 
 
 def keeps(spec: RunSpec, model: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""How tokens are chosen and become text, when an answer ends, and what a model is given."""
+"""How a model writes: how tokens are chosen and become text, when an answer ends, what it is given;
+and during training the answers that it gives alone, whatever shares a batch.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,28 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from so_tui.spec import ModelSpec
+from so_tui.runs import create_run
+from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
+from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import _marker_of, of_folder, placed
 from so_tui_trainer.generation import (
+    Prompts,
     Writer,
     Written,
+    _batch_of,
     _Detokenizer,
     _next_token,
     _prompt_ids,
     stop_tokens,
 )
 from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
+from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.tools.generate import _base_of, _in_turn, _of_folder
 from tests.support.launching import tiny
 from tests.support.models import causal_model
@@ -278,3 +286,110 @@ def test_the_base_model_is_what_the_training_began_with(tmp_path: Path) -> None:
     assert _base_of(replace(load, base="owner/other"), TUNED) == other
     assert _marker_of("run", 5, TUNED).base == "owner/model"
     assert _marker_of("run", 5, tiny().model).base == ""
+
+
+TEXTS = ("One?", "Which process uses a port on this machine?", "Show the disks.")
+
+
+def spec(**changes: str) -> RunSpec:
+    asked = {"prompts__texts": json.dumps(TEXTS), "prompts__max_tokens": "10"}
+    return tiny(**(asked | {"data__sequence_length": "128"} | changes))
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    torch.manual_seed(1)
+    shape = tiny().model
+    small = shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}
+    return TrainedModel(causal_model(load_config(replace(shape, config=small))), "sdpa")
+
+
+@pytest.fixture
+def asked(trained: TrainedModel, single_rank: Ranks) -> Callable[[RunSpec], Asked]:
+    """Ask the prompts of a spec."""
+
+    def ask(prompts: RunSpec) -> Asked:
+        return Prompts(prompts, single_rank, end_to_end=False).ask(trained, attempt=1, step=7)
+
+    return ask
+
+
+@pytest.mark.parametrize("micro_batch", ["1", "4"])
+def test_answers_are_what_the_model_writes_alone(
+    micro_batch: str, trained: TrainedModel, chat: Chat, asked: Callable[[RunSpec], Asked]
+) -> None:
+    eos: Any = chat.tokenizer.eos_token_id
+    writer = Writer(trained.causal, chat, frozenset([eos]))
+    trained.train()
+    found = asked(spec(train__micro_batch=micro_batch))
+    assert (trained.training, found.step) == (True, 7)
+    for text, answer in zip(TEXTS, found.answers, strict=True):
+        prompt = Prompt(turns=(Turn("user", text),))
+        alone = written(writer.write(prompt, Sampling(temperature=0, max_tokens=10)))
+        assert (answer.prompt, answer.text, answer.tokens) == (text, *alone[:2])
+
+
+def test_answers_take_no_more_tokens_than_training(
+    trained: TrainedModel, asked: Callable[[RunSpec], Asked]
+) -> None:
+    shared = spec(
+        train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
+    )
+    sizes: list[int] = []
+    watch = trained.register_forward_pre_hook(
+        lambda _, given: sizes.append(given[0].input_ids.numel())
+    )
+    with watch:
+        asked(shared)
+    assert 0 < max(sizes) <= shared.micro_batch_tokens == 256
+
+
+def test_the_seed_of_training_decides_answers(asked: Callable[[RunSpec], Asked]) -> None:
+    before = torch.random.get_rng_state()
+    one, again, two = (
+        asked(spec(prompts__temperature="1", train__seed=seed)).answers for seed in "112"
+    )
+    assert one == again != two
+    assert torch.equal(torch.random.get_rng_state(), before), "training draws as without prompts"
+
+
+def test_a_prompt_needs_room_for_its_answer(asked: Callable[[RunSpec], Asked]) -> None:
+    long = spec(prompts__texts=json.dumps(["word " * 400]))
+    assert refusal(lambda: asked(long)).code == "prompt-too-long"
+
+
+def test_documents_of_one_row_are_told_apart() -> None:
+    batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
+    assert batch.input_ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0]
+    assert batch.position_ids[0, :7].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert batch.boundaries.tolist() == [0, 3, 5, 64]
+    assert batch.predictors.tolist() == [2, 4]
+    rows = _batch_of([[1, 2, 3], [4, 5]], end_to_end=False)
+    assert (rows.input_ids.shape, int(rows.real.sum())) == ((2, 64), 5)
+    assert rows.boundaries.tolist() == [0, 3, 64, 66, 128]
+    assert rows.predictors.tolist() == [2, 65]
+
+
+def asked_at(step: int, text: str = "a") -> Asked:
+    answer = AnsweredPrompt(prompt="p", text=text, tokens=1, stopped=True)
+    return Asked(attempt=1, time=0.0, step=step, seconds=0.1, answers=(answer,))
+
+
+def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None:
+    run = create_run(tiny(), tmp_path)
+    assert read_answers(run).asked == ()
+    for step in range(MOST_ASKED + 5):
+        add_answers(run, asked_at(step))
+    steps = [each.step for each in read_answers(run).asked]
+    assert (len(steps), steps[:2]) == (MOST_ASKED, [0, 6])
+    add_answers(run, asked_at(50, "again"))
+    assert read_answers(run).asked[-1] == asked_at(50, "again")
+    assert read_answers(run).asked[-2].step == 49
+    run.answers_path.write_text('{"asked": [')
+    assert read_answers(run).asked == ()
+    run.answers_path.unlink()
+    run.answers_path.mkdir()  # what cannot be read is not replaced
+    assert read_answers(run).asked == ()
+    with pytest.raises(OSError, match="answers"):
+        add_answers(run, asked_at(1))
+    assert run.answers_path.is_dir()
