@@ -89,14 +89,3 @@ def test_the_makefile_uses_the_torch_of_an_image_that_has_one(name: str) -> None
     assert bool(re.search(r"install +torch==", shown)) == (name != "ngc")
     assert "locks/newest.txt" in shown
     assert "build_ops" not in shown  # compiled for the CPU of the machine that makes the image
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.suffix == ".toml"], ids=lambda path: path.name
-)
-def test_an_environment_of_cscs_names_an_image_and_texts_only(path: Path) -> None:
-    environment = tomllib.loads(path.read_text())
-    assert environment["image"].endswith(".sqsh")
-    assert all(isinstance(value, str) for value in environment["env"].values())
-    mounts = (mount.partition(":") for mount in environment["mounts"])
-    assert all(source == target for source, _, target in mounts)

@@ -85,14 +85,6 @@ def defines(file: str, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("page", "least"), [("docs/architecture.md", 22), ("CONTRIBUTING.md", 12)])
-def test_what_to_change_is_in_files_that_exist(page: str, least: int) -> None:
-    table = text_of(page).partition("| ... | look in |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert len(table.splitlines()) >= least
-    named = [text for text in CODE.findall(table) if "/" in text]
-    assert [text for text in named if not (ROOT / text).exists()] == []
-
-
 @pytest.mark.parametrize(
     ("page", "content", "command"),
     [

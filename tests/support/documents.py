@@ -22,13 +22,5 @@ def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
 
 def spec(**changes: str) -> RunSpec:
     """Return the tiny preset with sequences of 64 tokens and three gradient accumulation steps."""
-    return tiny(
-        **(
-            {
-                "data__sequence_length": "64",
-                "train__micro_batch": "2",
-                "train__gradient_accumulation": "3",
-            }
-            | changes
-        )
-    )
+    small = {"data__sequence_length": "64", "train__micro_batch": "2"}
+    return tiny(**(small | {"train__gradient_accumulation": "3"} | changes))

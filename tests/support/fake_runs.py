@@ -20,6 +20,7 @@ from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
 from tests.support.python_path import python_path
+from tests.support.waiting import wait_until
 
 FAKE_TRAINER = Path(__file__).parents[1] / "launch" / "fake_trainer"
 Until = Callable[[RunState], bool]
@@ -53,10 +54,8 @@ class Runs:
 
     def training(self) -> tuple[RunDirectory, RunState]:
         """Start a run and return it after its first steps, when all its processes are known."""
-        run = self.start()
-        return run, wait_for(
-            run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state)
-        )
+        run, known = self.start(), {"runner", "launcher", "rank"}
+        return run, wait_for(run, lambda state: state.step >= 2 and known <= roles(state))
 
     def clean_up(self) -> None:
         """Kill every process that is left, and remove its shared memory."""
@@ -107,11 +106,8 @@ def roles(state: RunState) -> set[str]:
 
 def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
     """Return the run's first process with this role, and of this rank if one is given."""
-    return next(
-        process
-        for process in state.processes
-        if process.role == role and (rank is None or process.rank == rank)
-    )
+    known = (process for process in state.processes if process.role == role)
+    return next(process for process in known if rank in (None, process.rank))
 
 
 def release(run: RunDirectory) -> None:
@@ -133,9 +129,8 @@ def wait_for(
     """
     deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):
-        assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(
-            run, state
-        )
+        over = ended(state) and state.attempt >= of_attempt
+        assert not over, _state_and_logs(run, state)
         if state.state in ("starting", "loading") and (computed := _cpu_ticks(state)) != seen:
             seen, deadline = computed, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, _state_and_logs(run, state)
@@ -145,27 +140,18 @@ def wait_for(
 
 def _cpu_ticks(state: RunState) -> dict[int, int]:
     """Return what each process of a run has computed."""
-    return {
-        process.pid: stat.cpu_ticks
-        for process in state.processes
-        if (stat := read_stat(process.pid)) is not None
-    }
+    stats = ((process.pid, read_stat(process.pid)) for process in state.processes)
+    return {pid: stat.cpu_ticks for pid, stat in stats if stat is not None}
 
 
 def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
     """Return when none of these processes lives any more; fail after the timeout."""
-    deadline = time.monotonic() + timeout_s
-    while living := [process for process in processes if alive(process)]:
-        assert time.monotonic() < deadline, living
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(alive, processes)), timeout_s)
 
 
 def _state_and_logs(run: RunDirectory, state: RunState) -> str:
-    logs = [
-        path.read_text(errors="replace")[-3000:]
-        for path in sorted(run.attempts_dir.glob("*/*.log"))
-    ]
-    return "\n".join([repr(state), *logs])
+    logs = sorted(run.attempts_dir.glob("*/*.log"))
+    return "\n".join([repr(state), *(log.read_text(errors="replace")[-3000:] for log in logs)])
 
 
 def ended(state: RunState) -> bool:

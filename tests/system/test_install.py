@@ -27,21 +27,6 @@ PROXIES = ("HTTP_", "HTTPS_", "NO_PROXY")
 INDEX_SETTINGS = ("PIP_", "UV_", "SSL_", "REQUESTS_", *PROXIES, *map(str.lower, PROXIES))
 """What says where packages come from. Nothing else of the environment reaches the installers."""
 STEPS = 4
-SCREEN = """
-import asyncio, time
-from so_tui.ui.app import SoTuiApp
-
-async def main():
-    app = SoTuiApp()
-    async with app.run_test(size=(120, 40)) as pilot:
-        deadline = time.monotonic() + 100
-        while "(embedded)" not in app.export_screenshot():
-            assert time.monotonic() < deadline, "no preset on the screen"
-            await pilot.pause(0.1)
-    print("drawn")
-
-asyncio.run(main())
-"""
 
 
 def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -58,7 +43,6 @@ def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
         "HOME": str(home),
         "PATH": "/usr/bin:/bin",
         "LC_ALL": "C.UTF-8",
-        "TERM": "xterm-256color",
         "COLUMNS": "140",
         "PIPX_DEFAULT_BACKEND": "pip",
     }
@@ -112,27 +96,24 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_presets_and_trainer(wheel: Path, environment: Path) -> None:
     names = set(ZipFile(wheel).namelist())
+    sources = {
+        str(path.relative_to(ROOT))
+        for pattern in ("*.py", "*.tcss", "*.toml", "*.json", "py.typed")
+        for path in (ROOT / "so_tui").rglob(pattern)
+    }
+    assert sources <= names
     assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
-    assert {
-        "so_tui/py.typed",
-        "superoffload/py.typed",
-        "so_tui_trainer/__main__.py",
-        "superoffload/optimizer.py",
-        "superoffload/adam.cpp",
-        "so_tui/plan/constants.json",
-        "so_tui/commands/commands.toml",
-        "so_tui/commands/words.json",
-        "so_tui/machine/doctor/findings.toml",
-    } <= names
+    trainer = {"so_tui_trainer/__main__.py", "superoffload/py.typed", "superoffload/adam.cpp"}
+    assert trainer <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
     manual = environment.parent / "share" / "man" / "man1" / "so-tui.1"
     assert manual.read_text() == (ROOT / "docs" / "so-tui.1").read_text()
 
 
 def test_the_light_install_needs_no_framework(environment: Path, tmp_path: Path) -> None:
-    listed = printed(tmp_path, environment / "python", "-m", "pip", "list", "--format=json")
-    frameworks = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
-    assert not {package["name"].lower() for package in json.loads(listed)} & frameworks
+    (packages,) = environment.parent.glob("lib/*/site-packages")
+    frameworks = ("torch", "deepspeed", "transformers", "datasets", "numpy")
+    assert not [name for name in frameworks if (packages / name).exists()]
     refused = call(tmp_path, environment / "so-tui", "run", "tiny", "--plain")
     assert refused.returncode == 3, refused.stderr
     assert "Traceback" not in refused.stderr
@@ -178,10 +159,6 @@ def test_wheel_and_sdist_are_reproducible(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (sources,) = (tmp_path / "unpacked").iterdir()
     assert contents(built("wheel", sources, tmp_path / "again")) == contents(wheel)
-
-
-def test_the_screen_lists_the_presets_of_the_wheel(environment: Path, tmp_path: Path) -> None:
-    assert printed(tmp_path, environment / "python", "-P", "-c", SCREEN).strip() == "drawn"
 
 
 @pytest.mark.parametrize(
