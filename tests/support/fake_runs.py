@@ -60,13 +60,7 @@ class Runs:
     def clean_up(self) -> None:
         """Kill every process that is left, and remove its shared memory."""
         for run in self._started:
-            with contextlib.suppress(Exception):
-                state = read_state(run)
-                processes = [*filter(None, [state.supervisor]), *state.processes]
-                for process in filter(alive, processes):
-                    kill(process)
-                wait_for_end_of(*processes)
-                remove_leftovers(processes)
+            clean_up(run)
 
 
 class Ahead:
@@ -97,6 +91,17 @@ class Ahead:
         """Kill every process that is left."""
         for runs, _ in self._started.values():
             runs.clean_up()
+
+
+def clean_up(run: RunDirectory) -> None:
+    """Kill every process that is left of a run, and remove its shared memory."""
+    with contextlib.suppress(Exception):
+        state = read_state(run)
+        processes = [*filter(None, [state.supervisor]), *state.processes]
+        for process in filter(alive, processes):
+            kill(process)
+        wait_for_end_of(*processes)
+        remove_leftovers(processes)
 
 
 def roles(state: RunState) -> set[str]:

@@ -15,30 +15,7 @@ from pathlib import Path
 
 _READY = b"READY> "
 _INSERT_ALL, _SAVE = "\x1b*", "\x0f"  # Alt-*, Ctrl-O
-_BASH = r"""
-PS1='READY> '
-eval "$(so-tui completion bash)"
-_save() { printf '%s\0' "$READLINE_LINE" >> "$TYPED"; READLINE_LINE=; READLINE_POINT=0; }
-bind -x '"\C-o": _save'
-"""
-_ZSH = r"""
-PS1='READY> '
-autoload -Uz compinit; compinit -D -u
-eval "$(so-tui completion zsh)"
-_all() { _main_complete "$@"; compstate[insert]=all; compstate[list]= ; }
-_save() { print -rn -- "$BUFFER"$'\0' >> "$TYPED"; BUFFER=; }
-zle -C all complete-word _all
-zle -N _save
-bindkey -e
-bindkey '\e*' all
-bindkey '^O' _save
-"""
-_FISH = """\
-so-tui completion fish | source
-for line in $argv
-    echo (complete -C $line | string replace -r '\\t.*' '')
-end
-"""
+_SCRIPTS = Path(__file__).parents[1] / "data" / "shells"
 
 
 def install_command(folder: Path) -> None:
@@ -64,7 +41,7 @@ def offered(
     """
     if shell == "fish":
         done = subprocess.run(
-            ["fish", "--no-config", "-c", _FISH, *lines],
+            ["fish", "--no-config", _SCRIPTS / "offered.fish", *lines],
             cwd=cwd,
             env={**environment},
             capture_output=True,
@@ -85,13 +62,11 @@ def _command_lines(
     shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
-    rc, typed = folder / "bashrc", folder / "typed"
-    rc.write_text(_BASH)
-    (folder / ".zshrc").write_text(_ZSH)
+    typed = folder / "typed"
     typed.touch()
-    bash, zsh = ["bash", "--rcfile", str(rc), "-i"], ["zsh", "--no-globalrcs", "-i"]
-    argv = bash if shell == "bash" else zsh
-    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)}
+    options = ["--rcfile", str(_SCRIPTS / "bashrc")] if shell == "bash" else ["--no-globalrcs"]
+    argv = [shell, *options, "-i"]
+    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(_SCRIPTS)}
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
