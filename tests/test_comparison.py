@@ -49,7 +49,8 @@ def test_tokens_per_second_leave_warm_up_out() -> None:
     told = figures.measured(_steps((60.0, 900), (1.0, 100), (3.0, 500)), warmup=1)
     assert told["useful_tokens_per_s"] == pytest.approx(600 / 4)
     assert told["positions_per_s"] == pytest.approx(2000 / 4)
-    assert (told["padding"], told["step_s"]) == (pytest.approx(0.7), 2.0)
+    assert told["padding"] == pytest.approx(0.7)
+    assert told["step_s"] == 2.0
     with pytest.raises(ValueError, match="nothing after 3"):
         figures.measured(_steps((1.0, 1), (1.0, 1), (1.0, 1)), warmup=3)
 

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from msgspec.structs import replace
@@ -94,8 +95,8 @@ def hostile_run(runs_dir: Path) -> RunDirectory:
     """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
     written = write_run(runs_dir, steps=3, seconds_of_samples=3, state="failed", name="hostile")
     run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
-    now = {"attempt": 1, "time": time.time()}
-    said = {"reason": HOSTILE, "suggestion": HOSTILE}
+    now: dict[str, Any] = {"attempt": 1, "time": time.time()}
+    said: dict[str, Any] = {"reason": HOSTILE, "suggestion": HOSTILE}
     append_records(
         run,
         PhaseRecord(**now, phase="saving", detail=HOSTILE),

@@ -111,6 +111,8 @@ class _RefusedError(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    _cut: int | None = None
+    """After how many bytes this connection is cut."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -193,13 +195,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Accept-Ranges": "bytes"} | ({"Content-Range": span} if asked else {})
         name = urlsplit(self.path).path.rpartition("/")[2]
         cuts = self.hub.cuts.get(name) if self.command == "GET" else None
-        cut = cuts.pop(0) if cuts else None
-        self._answer(206 if asked else 200, content[first:], cut, **headers)
+        self._cut = cuts.pop(0) if cuts else None
+        self._answer(206 if asked else 200, content[first:], **headers)
 
     def _json(self, value: Any) -> None:
         self._answer(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
 
-    def _answer(self, status: int, body: bytes, cut: int | None = None, **headers: str) -> None:
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
         path, asked = urlsplit(self.path).path, self.headers.get("Range", "")
         self.hub.asked.append(Asked(self.command, path, asked, status))
         self.send_response(status)
@@ -207,8 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:cut])
-            self.close_connection = self.close_connection or cut is not None
+            self.wfile.write(body[: self._cut])
+            self.close_connection = self.close_connection or self._cut is not None
 
     def log_message(self, *_: object) -> None:
         """Quiet."""

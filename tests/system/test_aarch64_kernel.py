@@ -64,8 +64,8 @@ def test_kernel_computes_adamw_on_aarch64(
         )
     first[::2] = 1e-40  # denormal, without gradient
     gradient[::2] = 0
-    rates = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-    step = Command(Operation.STEP, 0, 10, **rates, weight_decay=0.01)
+    step = Command(Operation.STEP, 0, 10, beta1=0.9, beta2=0.999, epsilon=1e-8)
+    step = step._replace(learning_rate=1e-3, weight_decay=0.01)
     head = NUMEL.to_bytes(8, "little") + moments.to_bytes(8, "little")
     arrays = (array.tobytes() for array in (weights, first, second, gradient))
     given = b"".join((head, bytes(_adamw_scalars(step)), *arrays))

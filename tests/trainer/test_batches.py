@@ -115,7 +115,7 @@ def test_end_to_end_pads_a_sixty_fourth_at_most(packing: str) -> None:
         assert batches.counts(step).computed_tokens == sum(sizes)
         for batch, size in zip(found, sizes, strict=True):
             assert len(batch.input_ids) == 1
-            assert (size % 64, batch.boundaries[-1]) == (0, size)
+            assert (size % 64, int(batch.boundaries[-1])) == (0, size)
             assert size - batch.real.sum() < capacity // 64
     assert batches.counts(1).useful_tokens == row_counts.useful_tokens
     assert batches.counts(1).computed_tokens <= row_counts.computed_tokens

@@ -80,7 +80,8 @@ def test_the_width_of_rows_is_foretold(micro_batch: str) -> None:
 
 def test_other_data_or_options_are_another_entry(tmp_path: Path) -> None:
     path = rows_file(tmp_path)
-    changes = ({"loss": "all"}, {"sequence_length": "64"}, {"split": "train[:2]"}, {})
+    changes: list[dict[str, str]] = [{"loss": "all"}, {"sequence_length": "64"}, {}]
+    changes.append({"split": "train[:2]"})
     options = [
         spec_of(path, **{f"data__{name}": value for name, value in change.items()})
         for change in changes

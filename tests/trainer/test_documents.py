@@ -117,12 +117,12 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
 
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
     system = turns("Be kind.", roles="system user")
-    rows = [ROWS["messages"], *({"messages": said} for said in (None, [], system))]
-    counts = documents_of(tmp_path, lines(tmp_path, rows)).counts
+    rows: list[dict[str, Any]] = [{"messages": said} for said in (None, [], system)]
+    counts = documents_of(tmp_path, lines(tmp_path, [ROWS["messages"], *rows])).counts
     assert (counts.rows, counts.dropped) == (4, 3)
     question, answer = ROWS["messages"]["messages"]
-    completions = [{"prompt": [question], "completion": said} for said in ([], [answer])]
-    assert documents_of(tmp_path, lines(tmp_path, completions)).counts.dropped == 1
+    empty, whole = ({"prompt": [question], "completion": [answer][:n]} for n in (0, 1))
+    assert documents_of(tmp_path, lines(tmp_path, [empty, whole])).counts.dropped == 1
 
 
 def test_the_layout_can_be_named(tmp_path: Path) -> None:

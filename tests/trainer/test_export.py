@@ -352,7 +352,8 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
 
     (end,) = at("writing", 1000)
     read = at("reading", *range(0, 1001, 5))
-    given = ["exporting step 5", *read, *at("writing", 0, 50, 1000), end, "done", end, "done"]
+    given: list[ExportProgress | str] = ["exporting step 5", *read, *at("writing", 0, 50, 1000)]
+    given += [end, "done", end, "done"]
     assert list(in_steps(iter(given), 10)) == [
         "exporting step 5",
         *at("reading", *range(0, 1001, 100)),

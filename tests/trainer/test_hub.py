@@ -23,7 +23,7 @@ def test_only_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         stay_offline_when_cut_off()
-    assert not os.environ["HF_HUB_OFFLINE"]
+    assert os.environ.get("HF_HUB_OFFLINE") == ""
     stay_offline_when_cut_off()  # nothing listens there any more
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 

@@ -54,14 +54,14 @@ def rename(path: Path, *, as_before: bool) -> None:
 @pytest.mark.parametrize("as_before", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path: Path) -> None:
-    whole = saved(kind, tmp_path, **MULTIMODAL[kind]).eval()
+    whole = saved(kind, tmp_path, **MULTIMODAL[kind])
     rename(tmp_path / "model.safetensors", as_before=as_before)
     model = ModelSpec(id=str(tmp_path), weights="pretrained")
     config = load_config(model)
     index, meta = read_index(tmp_path), meta_model(config)
     found = match_weights(meta, index)
     refuse_mismatch(found, model)
-    language = causal_model(config)
+    language: Any = causal_model(config)
     tensors = {
         name: tensor
         for each in found.conversions
@@ -73,7 +73,7 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     with torch.no_grad():
         # Transformers 5.24 wants a picture for a whole Llama 4.
         asked = whole.language_model if kind == "llama4" else whole
-        logits, expected = (each(input_ids=tokens).logits for each in (language.eval(), asked))
+        logits, expected = (each.eval()(input_ids=tokens).logits for each in (language, asked))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -48,9 +48,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "model.safetensors").unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, rows = tensors.pop(name).shape
-        size, kind = (experts, rows, inputs // 32), {"dtype": torch.uint8}
-        tensors[f"{name}_blocks"] = torch.randint(256, (*size, 16), **kind)
-        tensors[f"{name}_scales"] = torch.randint(100, 130, size, **kind)
+        size = (experts, rows, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*size, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(100, 130, size, dtype=torch.uint8)
     halves = {
         name: f"model-{index % 3 == 0:d}.safetensors" for index, name in enumerate(sorted(tensors))
     }
