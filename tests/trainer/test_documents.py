@@ -117,7 +117,7 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
 
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
     system = turns("Be kind.", roles="system user")
-    rows: list[dict[str, Any]] = [{"messages": said} for said in (None, [], system)]
+    rows: list[dict[str, Any]] = [{"messages": said} for said in (None, list[Any](), system)]
     counts = documents_of(tmp_path, lines(tmp_path, [ROWS["messages"], *rows])).counts
     assert (counts.rows, counts.dropped) == (4, 3)
     question, answer = ROWS["messages"]["messages"]

@@ -56,9 +56,9 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     except (SoTuiError, OffloadError) as error:
-        code_of = error.code if isinstance(error, OffloadError) else ""
+        name = error.code if isinstance(error, OffloadError) and error.code else "error"
         # One problem without a field if the error has none.
-        problems = (Problem(code_of or "error", "", "", str(error), ""),)
+        problems = (Problem(name, "", "", str(error), ""),)
         found = error.problems if isinstance(error, InputError) else problems
         stream.write(json.dumps({"problems": msgspec.to_builtins(found), "done": True}) + "\n")
         print(error, file=sys.stderr)
