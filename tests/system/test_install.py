@@ -72,13 +72,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built("wheel", ROOT, tmp_path_factory.mktemp("built") / "dist")
 
 
+def install(folder: Path, *packages: object) -> subprocess.CompletedProcess[str]:
+    """Install packages in a new environment."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    command = [str(folder / "bin" / "python"), *PIP, *map(str, packages)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and nothing else; its ``bin``."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), *PIP, "-c", str(ROOT / "locks" / "light.txt")]
-    subprocess.run([*install, str(wheel)], check=True, cwd=folder)
+    done = install(folder, "-c", ROOT / "locks" / "light.txt", wheel)
+    assert done.returncode == 0, done.stderr
     return folder / "bin"
 
 
@@ -86,9 +92,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), *PIP, "pipx", "uv"]
-    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    done = install(folder, "pipx", "uv")
     if done.returncode != 0:
         pytest.skip(f"pipx and uv could not be installed: {done.stderr.strip().splitlines()[-1]}")
     return folder / "bin"
@@ -162,12 +166,12 @@ def test_wheel_and_sdist_are_reproducible(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "install", [("pipx", "install"), ("uv", "tool", "install")], ids=lambda words: words[0]
+    "command", [("pipx", "install"), ("uv", "tool", "install")], ids=lambda words: words[0]
 )
 def test_light_install_plans(
-    install: tuple[str, ...], tools: Path, wheel: Path, tmp_path: Path
+    command: tuple[str, ...], tools: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    name, *words = install
+    name, *words = command
     printed(tmp_path, tools / name, *words, "--python", sys.executable, wheel)
     so_tui = tmp_path / ".local" / "bin" / "so-tui"
     assert printed(tmp_path, so_tui, "--version").startswith(f"so-tui {__version__} (")
