@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,12 +13,15 @@ import yaml
 from containers.make import files
 from tests.support.python_path import ROOT
 
+pytestmark = pytest.mark.repository
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CONTAINERS = ROOT / "containers"
 MAKEFILE = (ROOT / "Makefile").read_text()
 APT = "sudo apt-get update && sudo apt-get install --yes --no-install-recommends "
 MAKE = re.compile(
-    r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)(?: "
-    r"[A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*"
+    r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)"
+    r"(?: [A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*"
 )
 
 
@@ -28,109 +29,63 @@ def prerequisites(target: str) -> set[str]:
     """Return what the Makefile makes before a target, variables expanded."""
     variables = dict(re.findall(r"^([A-Z_]+) := (.*)$", MAKEFILE, re.MULTILINE))
     rule = re.search(rf"^{re.escape(target)}:(.*)$", MAKEFILE, re.MULTILINE)
-    return (
-        set(re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], ""), rule[1]).split())
-        if rule
-        else set()
-    )
+    words = rule[1] if rule else ""
+    return {*re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], ""), words).split()}
 
 
 def checked_before_landing() -> set[str]:
     """Return the targets that ``.ci/run`` makes, and those that are part of them."""
-    (made,) = re.findall(
-        r"^make ((?:[a-z0-9-]+ ?)+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
-    )
+    script = (ROOT / ".ci" / "run").read_text()
+    (made,) = re.findall(r"^make ((?:[a-z0-9-]+ ?)+)$", script, re.MULTILINE)
     targets = set(made.split())
     return targets.union(*map(prerequisites, targets))
 
 
-def steps(workflow: Path) -> Iterator[dict[str, Any]]:
-    """Yield the steps of all jobs."""
-    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
-        yield from job["steps"]
-
-
-@pytest.mark.repository
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_make_what_ci_makes(workflow: Path) -> None:
-    commands = [step["run"].strip() for step in steps(workflow) if "run" in step]
+def test_workflows_make_what_ci_makes_without_credentials(workflow: Path) -> None:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    steps = [step for job in jobs for step in job["steps"]]
+    commands = [step["run"].strip() for step in steps if "run" in step]
     made = [MAKE.fullmatch(command) for command in commands if not command.startswith(APT)]
     assert made
     assert all(made), commands
-    targets = {call["target"] for call in made if call}
-    assert targets - checked_before_landing() == set()
-
-
-@pytest.mark.repository
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_name_commits_without_credentials(workflow: Path) -> None:
-    used = [step for step in steps(workflow) if "uses" in step]
+    assert {call["target"] for call in made if call} - checked_before_landing() == set()
+    used = [step for step in steps if "uses" in step]
     assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]) for step in used)
-    assert all(
-        step["with"]["persist-credentials"] is False
-        for step in used
-        if step["uses"].startswith("actions/checkout")
-    )
+    checkouts = [step for step in used if step["uses"].startswith("actions/checkout")]
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-@pytest.mark.repository
 def test_every_check_is_a_hook_with_the_same_command() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
-    assert {
-        hook["entry"].removeprefix("make --no-print-directory ") for hook in hooks
-    } == prerequisites("check")
+    entries = {hook["entry"].removeprefix("make --no-print-directory ") for hook in hooks}
+    assert entries == prerequisites("check")
 
 
 FILES = dict(files())
 
 
-@pytest.mark.repository
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_container_file_is_current(path: Path) -> None:
     assert path.read_text() == FILES[path], "run: python containers/make.py"
 
 
-@pytest.mark.repository
-def test_no_container_file_is_left_of_an_image_that_is_gone() -> None:
+def test_containers_are_of_files_and_images_that_exist() -> None:
     kept = {"make.py", "images.toml", *(path.name for path in FILES)}
-    assert {path.name for path in (ROOT / "containers").iterdir() if path.is_file()} == kept
-
-
-@pytest.mark.repository
-def test_everything_that_is_copied_exists() -> None:
-    common = tomllib.loads((ROOT / "containers" / "images.toml").read_text())
+    assert {path.name for path in CONTAINERS.iterdir() if path.is_file()} == kept
+    common = tomllib.loads((CONTAINERS / "images.toml").read_text())
     assert all((ROOT / name).is_file() for name in common["files"])
     assert all((ROOT / name).is_dir() for name in common["folders"])
 
 
-@pytest.mark.repository
 @pytest.mark.parametrize("name", ["ngc", "cuda"])
 def test_the_makefile_uses_the_torch_of_an_image_that_has_one(name: str) -> None:
-    (command,) = re.findall(
-        r"\bmake -C \S+ (.*install)$",
-        (ROOT / "containers" / f"{name}.Containerfile").read_text(),
-        re.MULTILINE,
-    )
+    content = (CONTAINERS / f"{name}.Containerfile").read_text()
+    (command,) = re.findall(r"\bmake -C \S+ (.*install)$", content, re.MULTILINE)
     dry = ["make", "--dry-run", "--always-make", "VENV=environment", *command.split()]
     shown = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert (
-        "--system-site-packages" in shown,
-        re.search(r"install +torch==", shown) is not None,
-    ) == (name == "ngc", name != "ngc")
+    assert ("--system-site-packages" in shown) == (name == "ngc")
+    assert bool(re.search(r"install +torch==", shown)) == (name != "ngc")
     assert "locks/newest.txt" in shown
     assert "build_ops" not in shown  # compiled for the CPU of the machine that makes the image
-
-
-@pytest.mark.repository
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.suffix == ".toml"], ids=lambda path: path.name
-)
-def test_an_environment_of_cscs_names_an_image_and_texts_only(path: Path) -> None:
-    environment = tomllib.loads(path.read_text())
-    assert environment["image"].endswith(".sqsh")
-    assert all(isinstance(value, str) for value in environment["env"].values())
-    assert all(
-        source == target
-        for source, _, target in (mount.partition(":") for mount in environment["mounts"])
-    )

@@ -5,8 +5,6 @@ it.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,25 +13,17 @@ import pytest
 
 from benchmarks.comparison import figures, ground, original
 from benchmarks.comparison.figures import Step
-from benchmarks.comparison.parts import (
-    BY_NAME,
-    SEQUENCES,
-    SHAPES,
-    published_ds_config,
-)
+from benchmarks.comparison.parts import BY_NAME, SEQUENCES, SHAPES, published_ds_config
 from benchmarks.comparison.processes import Ended, Line
+from tests.support.python_path import printed
 
 TINY, FULL = SHAPES["tiny"], SHAPES["qwen3-4b"]
 
 ROWS = [
-    {
-        "instruction": f"Say {number} words",
-        "input": "" if number % 3 else "slowly",
-        "output": "word " * number,
-    }
-    for number in range(1, 31)
+    {"instruction": f"Say {n} words", "input": "" if n % 3 else "slowly", "output": "word " * n}
+    for n in range(1, 31)
 ]
-
+ROOT = Path(figures.__file__).parents[2]
 SHELL = """#!/bin/bash
 cat > "$DS_CONFIG_JSON" << EOF
 {"train_batch_size": $BATCH_SIZE, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3, "reduce_bucket_size": 4e8,
@@ -66,15 +56,11 @@ def test_tokens_per_second_leave_warm_up_out() -> None:
 
 
 def test_the_docs_show_the_table_of_the_data() -> None:
-    root = Path(figures.__file__).parents[2]
-    data, text = (
-        root / "benchmarks/results/compare-h200.json",
-        (root / "docs/comparison.md").read_text(),
-    )
+    data, text = ROOT / "benchmarks/results/compare-h200.json", ROOT / "docs/comparison.md"
+    shown = "Not measured yet"
     if data.exists():
-        assert figures.table(json.loads(data.read_text()), "qwen3-4b") in text
-    else:
-        assert "Not measured yet" in text
+        shown = figures.table(json.loads(data.read_text()), "qwen3-4b")
+    assert shown in text.read_text()
 
 
 def test_steps_of_the_original_last_from_line_to_line() -> None:
@@ -96,30 +82,26 @@ def test_steps_of_the_original_last_from_line_to_line() -> None:
     assert [step["useful_tokens"] for step in row["steps"]] == tokens
     assert {step["positions"] for step in row["steps"]} == {SEQUENCES * 4096}
     assert row["reported"]["tokens_per_s"] == [2500.0] * part.steps
-    assert (
-        "exit code 3"
-        in original.row(Ended(tuple(lines[:4]), 3, False, 1.0), part, FULL, tokens, 60)["error"]
-    )
+    failed = original.row(Ended(tuple(lines[:4]), 3, False, 1.0), part, FULL, tokens, 60)
+    assert "exit code 3" in failed["error"]
 
 
-def test_useful_tokens_follow_deepspeeds_loader(
-    tmp_path: Path,
-) -> None:
+def test_useful_tokens_follow_deepspeeds_loader(tmp_path: Path) -> None:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from transformers import AutoTokenizer, default_data_collator
 
     from benchmarks.comparison.original_ground import useful_tokens
 
-    laid = _laid(tmp_path)
-    script = tmp_path / "script.py"
+    script, source = tmp_path / "script.py", tmp_path / "rows.json"
     script.write_text(SCRIPT)
+    source.write_text(json.dumps(ROWS))
+    laid = ground.lay(tmp_path / "work", source, TINY)
     scope: dict[str, Any] = {}
     exec(SCRIPT, scope)
     tokenizer = AutoTokenizer.from_pretrained(laid.tokenizer)
     rows = ground.read_rows(Path(laid.rows).read_text())
-    prepared = [dict(scope["preprocess_alpaca_example"](row, tokenizer, 64)) for row in rows]
     loader = DeepSpeedDataLoader(
-        prepared,
+        [dict(scope["preprocess_alpaca_example"](row, tokenizer, 64)) for row in rows],
         SEQUENCES,
         pin_memory=False,
         local_rank=0,
@@ -134,57 +116,39 @@ def test_useful_tokens_follow_deepspeeds_loader(
     assert len(set(seen)) > 1
 
 
-def _laid(folder: Path) -> ground.Ground:
-    source = folder / "rows.json"
-    source.write_text(json.dumps(ROWS))
-    return ground.lay(folder / "work", source, TINY)
-
-
 def test_the_published_configuration_is_taken_as_it_is_written() -> None:
     config = published_ds_config(SHELL, SEQUENCES, 1, FULL)
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 0.9, "super_offload": True}
     assert config["train_batch_size"] == 4
     assert "gradient_clipping" not in config
-    assert config["zero_optimization"]["offload_optimizer"] == {
-        "device": "cpu",
-        "pin_memory": True,
-        "ratio": 0.9,
-        "super_offload": True,
-    }
+    assert config["zero_optimization"]["offload_optimizer"] == offload
     long = published_ds_config(SHELL, SEQUENCES, 8, FULL)
     assert (long["train_batch_size"], long["gradient_accumulation_steps"]) == (32, 8)
-    assert (
-        "super_offload"
-        not in published_ds_config(SHELL, SEQUENCES, 1, TINY)["zero_optimization"][
-            "offload_optimizer"
-        ]
-    )
+    tiny = published_ds_config(SHELL, SEQUENCES, 1, TINY)["zero_optimization"]
+    assert "super_offload" not in tiny["offload_optimizer"]
     with pytest.raises(ValueError, match="no DeepSpeed configuration"):
         published_ds_config("echo nothing", SEQUENCES, 1, FULL)
 
 
 @pytest.mark.slow
 def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    rows, script, out = (tmp_path / name for name in ("rows.json", "script.py", "out.json"))
+    rows.write_text(json.dumps(ROWS))
     (tmp_path / original.SHELL).write_text(SHELL)
-    out, program = tmp_path / "out.json", Path(figures.__file__).parents[1] / "compare.py"
-    compare = [sys.executable, str(program), "--out", str(out), "--shape", "tiny"]
     part = BY_NAME["original-packed"]
-    script, work = tmp_path / "finetune_zero3.py", tmp_path / "work"
-    measure = [str(tmp_path / "rows.json"), "--original", str(script), "--work", str(work)]
+    program = str(ROOT / "benchmarks" / "compare.py")
+    measure = [str(rows), "--original", str(script), "--work", str(tmp_path / "work")]
     measure += ["--only", part.name]
 
     def told(*arguments: str) -> str:
-        return subprocess.run(
-            [*compare, *arguments], capture_output=True, text=True, check=True
-        ).stdout
+        return printed(program, "--out", str(out), "--shape", "tiny", *arguments)
 
-    printed = told(*measure)
+    assert part.title in told(*measure)
     (row,) = json.loads(out.read_text())
     assert len(row["steps"]) == len(row["losses"]) == part.steps
     assert row["losses"][-1] < row["losses"][0]
     shown = figures.measured(row["steps"], part.warmup)
     assert row["useful_tokens_per_s"] == shown["useful_tokens_per_s"]
     assert told("--table") == figures.table([row], "tiny") + "\n"
-    assert part.title in printed
     assert "already measured" in told(*measure)
     assert json.loads(out.read_text()) == [row]

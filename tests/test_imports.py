@@ -1,11 +1,10 @@
 """Limits on imports: the screen must start quickly, and the core must run without torch."""
 
-import json
 import resource
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.python_path import printed
 
 HEAVY = ["torch", "deepspeed", "transformers", "datasets", "numpy", "pandas"]
 SCREEN = ["textual", "rich"]
@@ -20,29 +19,25 @@ CORE = [
 ]
 
 
-def modules_loaded_by(statement: str) -> set[str]:
-    code = (
-        f"{statement}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name "
-        "in sys.modules})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+def modules_loaded_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*(name.partition('.')[0] for name in sys.modules))"
+    return set(printed("-c", code).split())
 
 
 @pytest.mark.parametrize("module", CORE)
 def test_the_core_loads_no_framework_and_no_screen(module: str) -> None:
-    assert not modules_loaded_by(f"import {module}") & {*HEAVY, *SCREEN}
+    assert not modules_loaded_by(module) & {*HEAVY, *SCREEN}
 
 
 def test_the_screen_loads_no_framework() -> None:
-    assert not modules_loaded_by("import so_tui.ui.app") & set(HEAVY)
+    assert not modules_loaded_by("so_tui.ui.app") & set(HEAVY)
 
 
 def test_help_is_quick() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     runs = 5
     for _ in range(runs):
-        subprocess.run([sys.executable, "-m", "so_tui", "--help"], capture_output=True, check=True)
+        printed("-m", "so_tui", "--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     process_s = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs
     assert process_s < 0.2

@@ -9,20 +9,17 @@ environment or can be opened by others.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs import RunDirectory, alive
 from so_tui.runs.records import CheckpointRecord, ResumedRecord, StepRecord
-from tests.support.fake_runs import ended, wait_for
-from tests.support.launching import records
-from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
+from tests.support.fake_runs import clean_up, ended, kill, process_of, wait_for
+from tests.support.launching import of_kind, records
 from tests.support.python_path import checkout_path
 from tests.support.schemas import valid
 
@@ -32,6 +29,17 @@ SETTINGS = {
     "train.warmup_ratio": "0",  # so that a step is the same in a shorter run
     "checkpoint.every_steps": "2",
     "checkpoint.background": "false",  # a checkpoint is complete when the next step begins
+}
+
+SECRETS = {
+    "SLURM_JWT": "canary-jwt",
+    "HF_PAT": "canary-pat",
+    "HF_CREDS": "canary-creds",
+    "HF_HUB_PWD": "canary-pwd",
+    "WANDB_API_KEY": "canary-key",
+    "TORCH_HUB_TOKEN": "canary-token",
+    "HTTPS_PROXY": "https://user:canary-proxy@proxy.invalid:8080",
+    "HF_ENDPOINT": "https://user:canary@end/point@mirror.invalid/hf?canary-query",
 }
 
 pytestmark = pytest.mark.smoke
@@ -56,11 +64,7 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "runs"
     yield folder
     for state_file in folder.glob("*/state.json"):
-        state = read_state(RunDirectory(state_file.parent))
-        for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
-            if alive(process):
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        clean_up(RunDirectory(state_file.parent))
 
 
 def test_tiny_trains_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> None:
@@ -74,16 +78,13 @@ def test_tiny_trains_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> 
     run = RunDirectory(valid("run-detach", started.stdout)["path"])
 
     state = wait_for(run, lambda state: state.step >= 3, timeout_s=240)
-    victim = next(
-        process for process in state.processes if process.role == "rank" and process.rank == 1
-    )
-    os.kill(victim.pid, signal.SIGKILL)
+    kill(process_of(state, "rank", 1))
     failed = wait_for(run, ended, timeout_s=240, of_attempt=2)
     assert failed.state == "failed", failed
     assert not [process for process in failed.processes if alive(process)]
     assert so_tui("watch", str(run.path), "--plain").returncode == 1
 
-    saved = {record.step for record in records(run) if isinstance(record, CheckpointRecord)}
+    saved = {record.step for record in of_kind(run, CheckpointRecord)}
     steps = max(saved) + 3  # the kill may come between a checkpoint and its record
     resumed = so_tui("resume", str(run.path), "--detach", "--set", f"train.steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
@@ -93,14 +94,11 @@ def test_tiny_trains_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> 
     assert (finished.state, finished.step) == ("finished", steps), finished
 
     found = records(run)
-    resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))
+    resumed_at = of_kind(found, ResumedRecord)[0].step
     assert resumed_at >= max(saved)
+    steps_of = of_kind(found, StepRecord)
     first, second = (
-        {
-            record.step: record.loss
-            for record in found
-            if isinstance(record, StepRecord) and record.attempt == attempt
-        }
+        {record.step: record.loss for record in steps_of if record.attempt == attempt}
         for attempt in (1, 2)
     )
     assert sorted(second) == list(range(resumed_at + 1, steps + 1))
@@ -110,8 +108,11 @@ def test_tiny_trains_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> 
     measured = [record for record in found if isinstance(record, StepRecord)]
     assert all(step.adam_bytes_per_s and step.d2h_bytes_per_s for step in measured)
 
-    assert secrets_in(run.path) == []
-    assert open_to_others(run.path) == []
+    written = [run.path, *run.path.rglob("*")]
+    files = [path for path in written if path.is_file()]
+    assert [path for path in files if b"canary" in path.read_bytes()] == []
+    # The whole run is closed to others than its owner.
+    assert [path for path in written if path.stat().st_mode & 0o077] == []
 
     exported = so_tui("export", str(run.path), "--to", str(tmp_path / "model"))
     assert exported.returncode == 0, exported.stderr

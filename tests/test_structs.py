@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +10,7 @@ from so_tui.machine import inspect_machine
 from so_tui.plan.planner import make_plan
 from so_tui.runs.records import RunState
 from so_tui.spec import find_preset
+from tests.support.python_path import printed
 
 CODE = """
 import sys, threading
@@ -46,7 +45,4 @@ def test_threads_may_decode_the_same_struct_at_the_same_time(tmp_path: Path) -> 
     spec, machine = find_preset("tiny").spec, inspect_machine()
     for value in (spec, machine, make_plan(spec, machine), RunState(name="run", state="created")):
         (tmp_path / type(value).__name__).write_bytes(msgspec.json.encode(value))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "8\n")
+    assert printed("-c", CODE, str(tmp_path)) == "8\n"

@@ -13,47 +13,48 @@ from so_tui.folders import default_runs_dir, state_home, user_folder
 from tests.support.python_path import checkout_path
 from tests.support.tiers import launches_ranks
 
-STARTS = (
-    "import subprocess, sys\n{mark}\ndef test_it():\n    subprocess.run([sys.executable, '-c', '', "
-    "'deepspeed.launcher.runner'])\n"
-)
+STARTS = """
+import pytest, subprocess, sys
+
+def test_unmarked():
+    subprocess.run([sys.executable, "-c", "", "deepspeed.launcher.runner"])
+
+@pytest.mark.slow
+def test_slow():
+    test_unmarked()
+"""
 
 
 @pytest.mark.parametrize(
-    ("argv", "launches"),
+    ("command", "launches"),
     [
-        (("python", "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null"), True),
-        (("/usr/bin/deepspeed", "train.py"), True),
-        (("python", "-P", "-m", "so_tui", "supervise", "/runs/one", "--attempt", "1"), True),
-        (("/venv/bin/so-tui", "run", "tiny", "--plain"), True),
-        (("python", "-m", "so_tui", "plan", "tiny", "--probe"), True),
-        (("python", "-m", "so_tui", "run", "tiny", "--dry-run"), False),
-        (("python", "-m", "so_tui", "runs"), False),
-        (("python", "-c", "import deepspeed"), False),
+        ("python -m deepspeed.launcher.runner --hostfile /dev/null", True),
+        ("/usr/bin/deepspeed train.py", True),
+        ("python -P -m so_tui supervise /runs/one --attempt 1", True),
+        ("/venv/bin/so-tui run tiny --plain", True),
+        ("python -m so_tui plan tiny --probe", True),
+        ("python -m so_tui run tiny --dry-run", False),
+        ("python -m so_tui runs", False),
+        ("python -c import\u00a0deepspeed", False),
     ],
 )
-def test_a_launch_is_recognised_by_its_arguments(argv: tuple[str, ...], launches: bool) -> None:
-    assert launches_ranks(argv) is launches
-
-
-def inner_session(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
-    """Run one test file in a pytest of its own, with the plugin."""
-    (folder / "test_inner.py").write_text(test)
-    plugins = ("-p", "tests.support.tiers", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(folder), *plugins]
-    own = {"PYTHONPATH": checkout_path()}
-    return subprocess.run(
-        [*command, str(folder)], env=own, cwd=folder, capture_output=True, text=True, check=False
-    )
+def test_a_launch_is_recognised_by_its_arguments(command: str, launches: bool) -> None:
+    assert launches_ranks(command.split(" ")) is launches
 
 
 def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
-    refused = inner_session(tmp_path, STARTS.format(mark=""))
-    assert refused.returncode == pytest.ExitCode.TESTS_FAILED, refused.stdout
-    assert "mark it `slow`" in refused.stdout
-    accepted = inner_session(tmp_path, STARTS.format(mark="import pytest\n@pytest.mark.slow"))
-    assert accepted.returncode == pytest.ExitCode.OK, accepted.stdout
+    (tmp_path / "test_inner.py").write_text(STARTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.tiers"]
+    command += ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
+    own = {"PYTHONPATH": checkout_path()}
+    done = subprocess.run(
+        command, env=own, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "mark it `slow`" in done.stdout
+    assert "ERROR test_inner.py::test_unmarked" in done.stdout
+    assert "test_slow" not in done.stdout
 
 
 def test_tests_have_folders_of_their_own(tmp_path: Path) -> None:

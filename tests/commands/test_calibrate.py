@@ -21,7 +21,7 @@ from so_tui.spec import SoTuiError
 from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.calibrate import _rank_counts
-from so_tui_trainer.tools.gpu_rates import attention_rates
+from so_tui_trainer.tools.gpu_rates import _attention_rates
 from tests.support.attention import plain_backward, plain_forward
 from tests.support.machines import x86
 from tests.support.schemas import valid
@@ -119,7 +119,7 @@ def test_attention_is_measured_within_documents() -> None:
         calls.append(run)
         return 0.5
 
-    ((_, found),) = attention_rates(
+    ((_, found),) = _attention_rates(
         {"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds, 0.001
     )
     assert len(calls) == 2 * len(found)

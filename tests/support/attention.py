@@ -16,11 +16,7 @@ def visible(documents: Documents) -> Tensor:
     position = torch.arange(int(starts[-1]), device=starts.device)
     document = torch.bucketize(position, starts, right=True)
     distance = position[:, None] - position
-    near = (
-        distance < documents.window
-        if documents.window
-        else torch.ones_like(distance, dtype=torch.bool)
-    )
+    near = distance < (documents.window or len(position))
     return (document[:, None] == document) & (distance >= 0) & near
 
 
@@ -65,12 +61,8 @@ def plain_backward(
     )
     of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
     of_key = torch.einsum("hqk,qhd->khd", of_scores, query).view(*key.shape[:2], groups, -1).sum(2)
-    of_value = (
-        torch.einsum("hqk,qhd->khd", probability, gradient)
-        .view(*value.shape[:2], groups, -1)
-        .sum(2)
-    )
-    return of_query, of_key, of_value
+    of_value = torch.einsum("hqk,qhd->khd", probability, gradient)
+    return of_query, of_key, of_value.view(*value.shape[:2], groups, -1).sum(2)
 
 
 PLAIN = Kernels(plain_forward, plain_backward)

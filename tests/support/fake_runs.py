@@ -17,6 +17,7 @@ from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
+from tests.support.waiting import wait_until
 
 FAKE_TRAINER = Path(__file__).parents[1] / "launch" / "fake_trainer"
 Until = Callable[[RunState], bool]
@@ -49,14 +50,18 @@ class Runs:
     def clean_up(self) -> None:
         """Kill every process that is left, and remove its shared memory."""
         for run in self._started:
-            with contextlib.suppress(Exception):
-                state = read_state(run)
-                processes = (*((state.supervisor,) if state.supervisor else ()), *state.processes)
-                for process in processes:
-                    if alive(process):
-                        os.kill(process.pid, signal.SIGKILL)
-                wait_for_end_of(*processes)
-                remove_leftovers(processes)
+            clean_up(run)
+
+
+def clean_up(run: RunDirectory) -> None:
+    """Kill every process that is left of a run, and remove its shared memory."""
+    with contextlib.suppress(Exception):
+        state = read_state(run)
+        processes = [*filter(None, [state.supervisor]), *state.processes]
+        for process in filter(alive, processes):
+            kill(process)
+        wait_for_end_of(*processes)
+        remove_leftovers(processes)
 
 
 def roles(state: RunState) -> set[str]:
@@ -89,9 +94,8 @@ def wait_for(
     """
     deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):
-        assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(
-            run, state
-        )
+        over = ended(state) and state.attempt >= of_attempt
+        assert not over, _state_and_logs(run, state)
         if state.state in ("starting", "loading") and (computed := _cpu_ticks(state)) != seen:
             seen, deadline = computed, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, _state_and_logs(run, state)
@@ -101,19 +105,13 @@ def wait_for(
 
 def _cpu_ticks(state: RunState) -> dict[int, int]:
     """Return what each process of a run has computed."""
-    return {
-        process.pid: stat.cpu_ticks
-        for process in state.processes
-        if (stat := read_stat(process.pid)) is not None
-    }
+    stats = ((process.pid, read_stat(process.pid)) for process in state.processes)
+    return {pid: stat.cpu_ticks for pid, stat in stats if stat is not None}
 
 
 def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
     """Return when none of these processes lives any more; fail after the timeout."""
-    deadline = time.monotonic() + timeout_s
-    while living := [process for process in processes if alive(process)]:
-        assert time.monotonic() < deadline, living
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(alive, processes)), timeout_s)
 
 
 def _state_and_logs(run: RunDirectory, state: RunState) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE_BYTES = 50_000
@@ -32,14 +31,8 @@ class Repository:
     """Commits of branches and tags."""
     gated: bool = False
 
-    def commit(self, revision: str) -> str | None:
-        """Return the commit that a branch, a tag or a commit names."""
-        revision = self.refs.get(revision, revision)
-        return revision if revision in self.commits else None
 
-
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A request."""
 
     method: str
@@ -69,14 +62,10 @@ class Hub:
         tags: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
         """Add a repository with a commit for each version, and return the commits."""
-        commits = [
-            hashlib.sha1(f"{name} {number}".encode(), usedforsecurity=False).hexdigest()
-            for number in range(len(versions))
-        ]
+        commits = [_sha1(f"{name} {number}".encode()) for number in range(len(versions))]
         refs = {**dict(zip(tags, commits, strict=False)), "main": commits[-1]}
-        self.repositories[kind, name] = Repository(
-            dict(zip(commits, versions, strict=True)), refs, gated
-        )
+        contents = dict(zip(commits, versions, strict=True))
+        self.repositories[kind, name] = Repository(contents, refs, gated)
         return tuple(commits)
 
     def downloads(self, name: str) -> list[Asked]:
@@ -113,143 +102,115 @@ def loopback_hub() -> Iterator[Hub]:
             each.shutdown()
 
 
+class _RefusedError(Exception):
+    def __init__(self, status: int, code: str, message: str = "", commit: str = "") -> None:
+        self.status = status
+        given = {"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
+        self.headers = {name: value for name, value in given.items() if value}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-
-    @property
-    def hub(self) -> Hub:
-        found: Hub = self.server.hub  # type: ignore[attr-defined]
-        return found
+    _cut: int | None = None
+    """After how many bytes this connection is cut."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        if parts[0] == "store":
-            self._stored(*parts[1:])
-        elif parts[0] == "api" and len(parts) >= 4 and parts[1] in ("models", "datasets"):
-            self._api(parts[1], "/".join(parts[2:4]), parts[4:])
-        elif "resolve" in parts:
-            kind, names = ("datasets", parts[1:]) if parts[0] == "datasets" else ("models", parts)
-            self._resolve(kind, "/".join(names[:2]), names[3], "/".join(names[4:]))
-        else:
-            self._answer(404, b"{}")
-
     def do_POST(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.hub: Hub = self.server.hub  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        repository = (
-            self.hub.repositories.get((parts[1], "/".join(parts[2:4])))
-            if len(parts) > 5 and parts[4] == "paths-info"
-            else None
-        )
-        commit = repository.commit(parts[5]) if repository else None
-        if repository is None or commit is None:
-            return self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        try:
+            match [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]:
+                case ["store", kind, owner, name, commit, *path]:
+                    self._stored(self._files(kind, f"{owner}/{name}", commit)[1]["/".join(path)])
+                case ["api", kind, owner, name, "paths-info", revision]:
+                    self._paths_info(self._files(kind, f"{owner}/{name}", revision)[1], body)
+                case ["api", kind, owner, name, *rest]:
+                    self._about(kind, f"{owner}/{name}", rest)
+                case ["datasets", owner, name, "resolve", revision, *path]:
+                    self._resolve("datasets", f"{owner}/{name}", revision, "/".join(path))
+                case [owner, name, "resolve", revision, *path]:
+                    self._resolve("models", f"{owner}/{name}", revision, "/".join(path))
+                case _:
+                    raise _RefusedError(404, "")
+        except _RefusedError as refused:
+            self._answer(refused.status, b"{}", **refused.headers)
+
+    def _repository(self, kind: str, name: str) -> Repository:
+        if (found := self.hub.repositories.get((kind, name))) is None:
+            raise _RefusedError(401, "RepoNotFound", "Repository not found")
+        return found
+
+    def _files(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        """Return the commit that a branch, a tag or a commit names, and its files."""
+        repository = self._repository(kind, name)
+        commit = repository.refs.get(revision, revision)
+        if commit not in repository.commits:
+            raise _RefusedError(404, "RevisionNotFound")
+        return commit, repository.commits[commit]
+
+    def _paths_info(self, files: dict[str, bytes], body: str) -> None:
         is_json = self.headers.get("Content-Type", "").startswith("application/json")
         wanted = json.loads(body)["paths"] if is_json else parse_qs(body).get("paths", [])
-        return self._json(
-            [
-                _entry(path, content)
-                for path, content in repository.commits[commit].items()
-                if path in wanted
-            ]
-        )
+        self._json([_entry(path, content) for path, content in files.items() if path in wanted])
 
-    def _api(self, kind: str, name: str, rest: list[str]) -> None:
-        repository = self.hub.repositories.get((kind, name))
-        if repository is None:
-            missing = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
-            return self._answer(401, b"{}", missing)
-        revision = rest[1] if len(rest) > 1 else "main"
-        commit = repository.commit(revision)
-        if commit is None:
-            return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        files = repository.commits[commit]
+    def _about(self, kind: str, name: str, rest: list[str]) -> None:
+        commit, files = self._files(kind, name, rest[1] if len(rest) > 1 else "main")
         if rest[:1] == ["tree"]:
             below = "/".join(rest[2:])
-            return self._json(
-                [_entry(path, content) for path, content in files.items() if path.startswith(below)]
-            )
+            entries = (_entry(path, files[path]) for path in files if path.startswith(below))
+            return self._json(list(entries))
         siblings = [
             {"rfilename": path, "size": len(content), "blobId": _sha1(content)}
             for path, content in files.items()
         ]
-        gated = "auto" if repository.gated else False
+        gated = "auto" if self._repository(kind, name).gated else False
         about = {"id": name, "sha": commit, "private": False, "gated": gated, "downloads": 0}
         return self._json({**about, "tags": [], "siblings": siblings})
 
     def _resolve(self, kind: str, name: str, revision: str, path: str) -> None:
-        repository = self.hub.repositories.get((kind, name))
-        if repository is None:
-            return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if repository.gated and (refused := self._refusal()):
-            why = {
-                "X-Error-Code": "GatedRepo",
-                "X-Error-Message": f"Access to {name} is restricted",
-            }
-            return self._answer(refused, b"{}", why)
-        commit = repository.commit(revision)
-        if commit is None:
-            return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        content = repository.commits[commit].get(path)
-        if content is None:
-            missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
-            return self._answer(404, b"{}", missing)
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._repository(kind, name).gated and token != TOKEN:
+            message = f"Access to {name} is restricted"
+            raise _RefusedError(403 if token else 401, "GatedRepo", message)
+        commit, files = self._files(kind, name, revision)
+        if (content := files.get(path)) is None:
+            raise _RefusedError(404, "EntryNotFound", commit=commit)
+        known = {"X-Repo-Commit": commit}
         if len(content) < LARGE_BYTES:
-            known = {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'}
-            return self._answer(200, content, known)
-        sha = hashlib.sha256(content).hexdigest()
-        linked = {
-            "X-Linked-Size": str(len(content)),
-            "X-Linked-ETag": f'"{sha}"',
-            "X-Repo-Commit": commit,
-        }
+            return self._answer(200, content, **known, ETag=f'"{_sha1(content)}"')
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": etag, "ETag": etag}
         where = f"{self.hub.store}/store/{kind}/{name}/{commit}/{path}"
-        return self._answer(302, b"", {**linked, "Location": where, "ETag": f'"{sha}"'})
+        return self._answer(302, b"", **known, **linked, Location=where)
 
-    def _refusal(self) -> int:
-        """Return 401 without a token, 403 with one that has no access, 0 with access."""
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return 401 if not given else 0 if given == TOKEN else 403
-
-    def _stored(self, kind: str, owner: str, name: str, commit: str, *path: str) -> None:
-        content = self.hub.repositories[kind, f"{owner}/{name}"].commits[commit]["/".join(path)]
-        first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        whole = (
-            {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
-            if "Range" in self.headers
-            else {}
-        )
-        cuts = self.hub.cuts.get(path[-1], []) if self.command == "GET" else []
-        cut = cuts.pop(0) if cuts else None
-        self._answer(
-            206 if whole else 200, content[first:], {**whole, "Accept-Ranges": "bytes"}, cut=cut
-        )
+    def _stored(self, content: bytes) -> None:
+        asked = self.headers.get("Range", "")
+        first = int(asked.removeprefix("bytes=").partition("-")[0] or 0)
+        span = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        headers = {"Accept-Ranges": "bytes"} | ({"Content-Range": span} if asked else {})
+        name = urlsplit(self.path).path.rpartition("/")[2]
+        cuts = self.hub.cuts.get(name) if self.command == "GET" else None
+        self._cut = cuts.pop(0) if cuts else None
+        self._answer(206 if asked else 200, content[first:], **headers)
 
     def _json(self, value: Any) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self._answer(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
 
-    def _answer(
-        self,
-        status: int,
-        body: bytes,
-        headers: Mapping[str, str] = MappingProxyType({}),
-        *,
-        cut: int | None = None,
-    ) -> None:
-        asked = Asked(self.command, urlsplit(self.path).path, self.headers.get("Range", ""), status)
-        self.hub.asked.append(asked)
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        path, asked = urlsplit(self.path).path, self.headers.get("Range", "")
+        self.hub.asked.append(Asked(self.command, path, asked, status))
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.wfile.write(body if cut is None else body[:cut])
-        if cut is not None:
-            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(body[: self._cut])
+            self.close_connection = self.close_connection or self._cut is not None
 
     def log_message(self, *_: object) -> None:
         """Quiet."""

@@ -23,10 +23,8 @@ from so_tui.spec import RunSpec, find_preset, with_values
 
 def tiny(**changes: str) -> RunSpec:
     """The embedded preset with values changed; ``train__steps="5"`` stands for ``train.steps``."""
-    return with_values(
-        find_preset("tiny").spec,
-        {name.replace("__", "."): value for name, value in changes.items()},
-    )
+    values = {name.replace("__", "."): value for name, value in changes.items()}
+    return with_values(find_preset("tiny").spec, values)
 
 
 def start(
@@ -59,12 +57,9 @@ def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
 
 def records(run: RunDirectory) -> list[MetricRecord]:
     """All records of a run, in the order they were written."""
-    paths = sorted(run.metrics_dir.glob("*.jsonl"))
-    return [
-        msgspec.json.decode(line, type=MetricRecord)
-        for path in paths
-        for line in path.read_bytes().splitlines()
-    ]
+    files = (path.read_bytes() for path in sorted(run.metrics_dir.glob("*.jsonl")))
+    lines = (line for content in files for line in content.splitlines())
+    return [msgspec.json.decode(line, type=MetricRecord) for line in lines]
 
 
 Kind = TypeVar("Kind", bound=MetricRecord)

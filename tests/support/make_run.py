@@ -16,19 +16,13 @@ from so_tui.launch.launch import write_launch
 from so_tui.machine.types import Machine, Mpam
 from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.plan.planner import make_plan
-from so_tui.runs import (
-    MetricsWriter,
-    RunDirectory,
-    SampleWriter,
-    create_run,
-    new_attempt,
-    write_state,
-)
+from so_tui.runs import RunDirectory, create_run, new_attempt, write_state
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
     EndRecord,
     GpuSample,
+    MetricRecord,
     NodeSample,
     PhaseRecord,
     RankBindingReport,
@@ -40,10 +34,11 @@ from so_tui.runs.records import (
     StepRecord,
 )
 from so_tui.spec import find_preset, with_values
+from so_tui.units import GIB
+from tests.support import records
 from tests.support.machines import superchips
 from tests.support.plans import SOFTWARE
 
-GIB = 1024**3
 STEP_S = 3.1
 SAVE_EVERY = 400
 """Steps from one checkpoint to the next."""
@@ -97,12 +92,10 @@ def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
 
 
 def _plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
-    spec = with_values(find_preset(preset).spec, {"train.steps": str(steps), "gpus": str(gpus)})
-    if not machine.gpus:
-        return make_plan(spec, machine)
-    return make_plan(
-        with_values(spec, {"offload.mode": "superoffload", "offload.ratio": "0.15"}), machine
-    )
+    changes = {"train.steps": str(steps), "gpus": str(gpus)}
+    if machine.gpus:
+        changes |= {"offload.mode": "superoffload", "offload.ratio": "0.15"}
+    return make_plan(with_values(find_preset(preset).spec, changes), machine)
 
 
 def write_run(
@@ -129,7 +122,7 @@ def write_run(
     """
     chance = random.Random(seed)
     machine = machine or quad_machine()
-    plan = plan_for(machine, preset, gpus, total)
+    plan, host = plan_for(machine, preset, gpus, total), machine.hostname
     run = create_run(plan.spec, runs_dir, name)
     attempt = new_attempt(run)
     now = time.time() if now is None else now
@@ -137,109 +130,32 @@ def write_run(
     launch = Launch(plan=plan, machine=machine, ds_config={}, argv=(), environment=())
     write_launch(run, attempt, launch)
 
-    metrics = MetricsWriter(run, attempt)
-    _write_start(metrics, attempt, machine, plan, total, began)
-    _write_steps(metrics, chance, run, attempt, steps, total, began, nan_steps)
-    reason, suggestion = REASONS.get(state, ("", ""))
-    if state in ("finished", "stopped", "failed"):
-        end = EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason)
-        metrics.append(replace(end, suggestion=suggestion))
-    metrics.close()
-
-    samples = SampleWriter(run, machine.hostname)
-    for second in range(seconds_of_samples, 0, -1):
-        placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
-        samples.append(
-            replace(sample(chance, attempt, now - second, machine, plan), placement=placement)
-        )
-    samples.close()
-    _write_log(run, attempt, machine.hostname, steps, total, began)
-    _write_state(run, machine.hostname, attempt, state, steps, total, began, now)
-    return run
-
-
-def _write_start(
-    metrics: MetricsWriter, attempt: int, machine: Machine, plan: Plan, total: int, began: float
-) -> None:
-    """Write what a run records before its first step."""
-    host = machine.hostname
-    metrics.append(
-        PhaseRecord(
-            attempt=attempt,
-            time=began,
-            phase="loading",
-            detail="loading the model",
-            stage="weights",
-            done=3,
-            total=8,
-        )
-    )
-    metrics.append(
-        StartRecord(
-            attempt=attempt,
-            time=began + 40,
-            model=plan.spec.model.id,
-            mode=plan.mode,
-            ranks=plan.gpus,
-            total_steps=total,
-            parameters=14_768_307_200,
-            hostnames=(host,),
-            device_name=machine.gpus[0].name if machine.gpus else "",
-            peak_tflops_per_gpu=989.0,
-        )
-    )
-    metrics.append(
-        BindingRecord(
-            attempt=attempt,
-            time=began + 40,
-            ranks=tuple(_report(rank, host) for rank in plan.binding),
-        )
-    )
-
-
-def _write_steps(
-    metrics: MetricsWriter,
-    chance: random.Random,
-    run: RunDirectory,
-    attempt: int,
-    steps: int,
-    total: int,
-    began: float,
-    nan_steps: range,
-) -> None:
-    """Write every step, and the checkpoints between them."""
+    found = _start(attempt, machine, plan, began)
     if steps:
-        metrics.append(PhaseRecord(attempt=attempt, time=began + 41, phase="training"))
+        found.append(PhaseRecord(attempt=attempt, time=began + 41, phase="training"))
     for step in range(1, steps + 1):
         at = began + 42 + step * STEP_S
-        metrics.append(step_record(chance, attempt, at, step, total, nan_steps))
+        found.append(step_record(chance, attempt, at, step, total, nan_steps))
         if step % SAVE_EVERY == 0:
             path = str(run.checkpoints_dir / f"step-{step}")
-            metrics.append(
-                CheckpointRecord(
-                    attempt=attempt,
-                    time=at,
-                    step=step,
-                    path=path,
-                    bytes=207_000_000_000,
-                    seconds=61.0,
-                )
+            saved = CheckpointRecord(
+                attempt=attempt, time=at, step=step, path=path, bytes=207_000_000_000, seconds=61.0
             )
-
-
-def _write_state(
-    run: RunDirectory,
-    host: str,
-    attempt: int,
-    state: State,
-    steps: int,
-    total: int,
-    began: float,
-    now: float,
-) -> None:
-    """Write the state of a run that did its last step at ``now``."""
+            found.append(saved)
     reason, suggestion = REASONS.get(state, ("", ""))
-    saved = steps // SAVE_EVERY * SAVE_EVERY
+    if state in EXIT_CODES:
+        end = EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason)  # type: ignore[arg-type]
+        found.append(replace(end, suggestion=suggestion))
+    records.append_records(run, *found, attempt=attempt)
+
+    samples = []
+    for second in range(seconds_of_samples, 0, -1):
+        placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
+        made = sample(chance, attempt, now - second, machine, plan)
+        samples.append(replace(made, placement=placement))
+    records.append_samples(run, host, *samples)
+    _write_log(run, attempt, host, steps, total, began)
+    saved_step = steps // SAVE_EVERY * SAVE_EVERY
     write_state(
         run,
         RunState(
@@ -249,18 +165,51 @@ def _write_state(
             host=host,
             step=steps,
             total_steps=total,
-            loss=1.42 + 1.05 * math.exp(-steps / 260) if steps else None,
-            detail="",
+            loss=_loss(steps) if steps else None,
             reason=reason,
             suggestion=suggestion,
             started=began,
             ended=now if state in EXIT_CODES else None,
             heartbeat=1,
             exit_code=EXIT_CODES.get(state),
-            saved_step=saved or None,
-            saved_at=began + 42 + saved * STEP_S if saved else None,
+            saved_step=saved_step or None,
+            saved_at=began + 42 + saved_step * STEP_S if saved_step else None,
         ),
     )
+    return run
+
+
+def _start(attempt: int, machine: Machine, plan: Plan, began: float) -> list[MetricRecord]:
+    """Return what a run records before its first step."""
+    host = machine.hostname
+    return [
+        PhaseRecord(
+            attempt=attempt,
+            time=began,
+            phase="loading",
+            detail="loading the model",
+            stage="weights",
+            done=3,
+            total=8,
+        ),
+        StartRecord(
+            attempt=attempt,
+            time=began + 40,
+            model=plan.spec.model.id,
+            mode=plan.mode,
+            ranks=plan.gpus,
+            total_steps=plan.spec.train.steps,
+            parameters=14_768_307_200,
+            hostnames=(host,),
+            device_name=machine.gpus[0].name if machine.gpus else "",
+            peak_tflops_per_gpu=989.0,
+        ),
+        BindingRecord(
+            attempt=attempt,
+            time=began + 40,
+            ranks=tuple(_report(rank, host) for rank in plan.binding),
+        ),
+    ]
 
 
 def _report(rank: RankBinding, host: str) -> RankBindingReport:
@@ -279,18 +228,22 @@ def _report(rank: RankBinding, host: str) -> RankBindingReport:
     )
 
 
+def _loss(step: int) -> float:
+    return 1.42 + 1.05 * math.exp(-step / 260)
+
+
 def step_record(
     chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range
 ) -> StepRecord:
-    loss = 1.42 + 1.05 * math.exp(-step / 260) + chance.gauss(0, 0.055)
+    loss = _loss(step) + chance.gauss(0, 0.055)
     wobble = chance.gauss(0, 0.012) + (0.5 if step < 4 else 0)
     step_s = STEP_S * (1 + wobble)
     tokens = int(49_600 * (1 + chance.gauss(0, 0.01)))
-    data_s, forward_s, backward_s, exposed_s = 0.02, 0.84, 2.11, 0.09
-    return StepRecord(
+    parts = {"data_s": 0.02, "forward_s": 0.84, "backward_s": 2.11, "exposed_optimizer_s": 0.09}
+    return records.step_record(
+        step,
         attempt=attempt,
         time=at,
-        step=step,
         loss=math.nan if step in nan_steps else loss,
         learning_rate=1e-5 * min(1, step / 60) * (0.5 + 0.5 * math.cos(math.pi * step / total)),
         gradient_norm=0.8 + chance.random() * 0.4,
@@ -302,11 +255,8 @@ def step_record(
         seed_tflops_total=2200 / (1 + wobble),
         mfu=0.436 / (1 + wobble),
         step_s=step_s,
-        data_s=data_s,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        exposed_optimizer_s=exposed_s,
-        other_s=step_s - data_s - forward_s - backward_s - exposed_s,
+        **parts,
+        other_s=step_s - 0.02 - 0.84 - 2.11 - 0.09,
         gpu_memory_peak_bytes=78 * GIB,
         host_memory_bytes=340 * GIB,
         slowest_rank=2,
@@ -390,10 +340,8 @@ def _write_log(
     ]
     for step in range(max(1, steps - 200), steps + 1):
         when = time.strftime("%H:%M:%S", time.localtime(began + 42 + step * STEP_S))
-        lines.append(
-            f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  "
-            "lr 9.1e-06  3.10 s"
-        )
+        done = f"step {step}/{total}  loss {_loss(step):.4f}  lr 9.1e-06  3.10 s"
+        lines.append(f"{when} rank 0  {done}")
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
 
 

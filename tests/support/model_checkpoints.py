@@ -2,93 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import run_id
 from so_tui.spec import RunSpec
-from so_tui_trainer.checkpoint_folder import Manifest, optimizer_folder
+from so_tui_trainer.checkpoint_folder import optimizer_folder
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import PREFIX
 from superoffload import checkpoint as on_disk
 from superoffload.gpu_states import SubGroupState
+from tests.support.checkpoints import manifest_of, rank_manifest_of
 from tests.support.launching import tiny
 from tests.support.models import causal_model
+
+RANKS = 2
 
 
 def checkpoint_of(
     model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = ""
 ) -> None:
-    """What two ranks that trained the model would have saved, as far as an export reads it."""
-    trained = [
-        (name, parameter.detach())
+    """Write what two ranks that trained the model would have saved, as far as an export reads
+    it.
+    """
+    named = [
+        (f"{PREFIX}{name}", parameter.detach())
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    ranks, named = 2, [(f"{PREFIX}{name}", parameter) for name, parameter in trained]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
-    for rank in range(ranks):
-        states = [
-            SubGroupState(
-                "cpu",
-                share,
-                share,
-                lambda share=share: (share, share),  # type: ignore[misc]
-                lambda first, second: None,
-                1,
-                lambda step: None,
-            )
-            for share in _shares(groups, rank, ranks)
-        ]
-        members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
-        manifest = on_disk.Manifest(
-            deepspeed="0.19.8",
-            mode="gpu",
-            engine="deepspeed",
-            ratio=0.0,
-            rank=rank,
-            ranks=ranks,
-            sub_groups=tuple(map(on_disk.SubGroupRecord.of, states, members)),
-        )
+    members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
+    for rank in range(RANKS):
+        states = [_state(_share(group, rank)) for group in groups]
+        records = tuple(map(on_disk.SubGroupRecord.of, states, members))
+        manifest = rank_manifest_of("deepspeed", rank, RANKS, records)
         file = on_disk.Save(optimizer_folder(folder), manifest)
         for index, state in enumerate(states):
             file.write(index, state.tensors())
         file.finish()
-    saved = Manifest(
-        run=run,
-        step=step,
-        total_steps=step,
-        ranks=ranks,
-        consumed_sequences=10,
-        useful_tokens=0,
-        trained_tokens=0,
-        data="",
-        last_loss=None,
-        spec=spec,
-    )
+    saved = manifest_of(spec, step, run, RANKS)
     (folder / "checkpoint.json").write_bytes(msgspec.json.encode(saved))
 
 
-def _shares(
-    groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int
-) -> Iterator[torch.Tensor]:
-    """This rank's part of every sub-group, flat, padded to a multiple of the ranks."""
-    for group in groups:
-        parts = []
-        for _, parameter in group:
-            flat = parameter.flatten()
-            share = -(-len(flat) // ranks)
-            parts.append(
-                torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[
-                    rank * share : (rank + 1) * share
-                ]
-            )
-        yield torch.cat(parts)
+def _state(share: Tensor) -> SubGroupState:
+    return SubGroupState(
+        "cpu", share, share, lambda: (share, share), lambda *_: None, 1, lambda _: None
+    )
+
+
+def _share(group: list[tuple[str, Tensor]], rank: int) -> Tensor:
+    """Return a rank's part of a sub-group, each parameter flat and padded to a multiple of the
+    ranks.
+    """
+    parts = []
+    for _, parameter in group:
+        flat = parameter.flatten()
+        share = -(-len(flat) // RANKS)
+        padded = torch.cat([flat, flat.new_zeros(share * RANKS - len(flat))])
+        parts.append(padded[rank * share : (rank + 1) * share])
+    return torch.cat(parts)
 
 
 def run_with_checkpoints(folder: Path, *steps: int) -> RunDirectory:

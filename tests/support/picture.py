@@ -36,14 +36,8 @@ def picture_of(app: App[Any]) -> str:
     colour, background = (
         app.theme_variables[name].lower() for name in ("foreground", "background")
     )
-    width, height = app.size
-    head = _HEAD.format(
-        width=width * CELL_WIDTH,
-        height=height * CELL_HEIGHT,
-        size=FONT_SIZE,
-        colour=colour,
-        background=background,
-    )
+    size = {"width": app.size.width * CELL_WIDTH, "height": app.size.height * CELL_HEIGHT}
+    head = _HEAD.format(**size, size=FONT_SIZE, colour=colour, background=background)
     rows = ("".join(_row(strip, y, colour, background)) for y, strip in enumerate(strips))
     return "\n".join((head, *rows, "</svg>", ""))
 
@@ -63,10 +57,9 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
         drawn = text.rstrip(" ") if not style.underline else text
         if drawn:
             at = x + len(drawn) - len(drawn := drawn.lstrip(" "))
-            spans.append(
-                "<tspan "
-                f'x="{at * CELL_WIDTH}"{_width(drawn)}{_looks(style, ink, colour)}>{escape(drawn, quote=False)}</tspan>'  # noqa: E501
-            )
+            how = f"{_width(drawn)}{_looks(style, ink, colour)}"
+            text = escape(drawn, quote=False)
+            spans.append(f'<tspan x="{at * CELL_WIDTH}"{how}>{text}</tspan>')
         x += cells
     for paper, run in groupby(enumerate(papers), key=itemgetter(1)):
         if paper != background:
@@ -82,20 +75,15 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
 
 def _width(text: str) -> str:
     """Return the attribute that keeps text in its cells where another font may be used."""
-    return (
-        ""
-        if text.isascii()
-        else f' textLength="{cell_len(text) * CELL_WIDTH}" lengthAdjust="spacingAndGlyphs"'
-    )
+    if text.isascii():
+        return ""
+    return f' textLength="{cell_len(text) * CELL_WIDTH}" lengthAdjust="spacingAndGlyphs"'
 
 
 def _looks(style: Style, ink: str, colour: str) -> str:
     """Return the attributes of a piece of text."""
-    decorations = [
-        name
-        for name, has in (("underline", style.underline), ("line-through", style.strike))
-        if has
-    ]
+    lines = {"underline": style.underline, "line-through": style.strike}
+    decorations = [name for name, has in lines.items() if has]
     attributes = {
         "fill": "" if ink == colour else ink,
         "font-weight": "bold" if style.bold else "",

@@ -6,93 +6,51 @@ import os
 import queue
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
-from so_tui.runs import MetricsWriter, RunDirectory, write_state
+from so_tui.runs import RunDirectory
 from so_tui.runs.listing import RunNotes, write_notes
-from so_tui.runs.records import PhaseRecord, State
+from so_tui.runs.records import PhaseRecord
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec
-from so_tui.spec.generation import (
-    Answer,
-    Ended,
-    Event,
-    Loaded,
-    ModelFacts,
-    Piece,
-    Prompt,
-    Sampling,
-    Side,
-)
+from so_tui.spec.generation import Answer, Event, Loaded, Piece, Prompt, Sampling
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.machine.host import WINDOW_S
 from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
+from so_tui.units import GIB
 from so_tui.validation.report import Report
-from tests.support.make_run import GIB, plan_for, sample, write_run
+from tests.support.make_run import plan_for, sample, write_run
+from tests.support.records import append_records, change_state
 
 NOW = 1_800_000_000.0
-HOUR_S = 3600.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that is made from records."""
-
-    state: State
-    steps: int
-    ago_s: float = 5.0
-    """Seconds since its last step."""
-    preset: str = "qwen3-14b"
-    total: int = 5000
-    samples_s: int = 60
-    seed: int = 7
-
-
-RUNS = {
-    "qwen3-14b-a": Run("training", 1240, samples_s=600),
-    "phi-4-a": Run("loading", 0, 30.0, preset="phi-4", total=3000, samples_s=12),
-    "qwen3-14b-b": Run("failed", 1240, 2 * HOUR_S, samples_s=300, seed=8),
-    "llama-3.1-8b-long": Run("finished", 900, 9 * HOUR_S, preset="llama-3.1-8b", total=900, seed=9),
-    "phi-4-lost": Run("lost", 430, 26 * HOUR_S, preset="phi-4", total=3000, seed=10),
-    "llama-3.1-8b-short": Run(
-        "stopped", 210, 50 * HOUR_S, preset="llama-3.1-8b", total=900, seed=11
-    ),
-}
-"""By name, newest first."""
-NOTE = RunNotes(note="longer warm-up", tags=("paper",))
+_ANSWERS = Path(__file__).parents[1] / "data"
+_KNOWN = msgspec.json.decode((_ANSWERS / "pictured.json").read_bytes())
+FINDINGS = msgspec.convert(_KNOWN["findings"], tuple[Finding, ...])
+DATA = msgspec.json.decode((_ANSWERS / "data_preview.json").read_bytes(), type=DataPreview)
 
 
 def write_runs(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Write every run of ``RUNS``, each at its time."""
-    for name, made in RUNS.items():
-        now = NOW - made.ago_s
+    """Write every run, each at its time."""
+    for name, made in _KNOWN["runs"].items():
+        options = {"seconds_of_samples": 60, **made}
+        now = NOW - options.pop("ago_s", 5.0)
         patch.setattr("time.time", lambda now=now: now)
-        run = write_run(
-            folder,
-            name=name,
-            preset=made.preset,
-            state=made.state,
-            steps=made.steps,
-            total=made.total,
-            seconds_of_samples=made.samples_s,
-            seed=made.seed,
-            now=now,
-        )
+        run = write_run(folder, name=name, now=now, **options)
         os.utime(run.spec_path, (now, now))  # the list is sorted by it
-        if made.state == "finished":
-            write_notes(run, NOTE)
-        if not made.steps:
+        if made["state"] == "finished":
+            write_notes(run, RunNotes(note="longer warm-up", tags=("paper",)))
+        if not made["steps"]:
             _load(run)
 
 
@@ -102,61 +60,19 @@ def _load(run: RunDirectory) -> None:
     began = NOW - 95
     for path in run.metrics_dir.iterdir():
         path.unlink()
-    lines = (
-        "[INFO] binding rank 0 to cores 0-71, node 0",
-        "Loading weights:  50%|#####     | 3/6",
-        "",
-    )
-    run.log_path(state.attempt, state.host).write_text("\n".join(lines))
-    metrics = MetricsWriter(run, state.attempt)
-    for stage, after_s in (("ranks", 9), ("data", 14), ("weights", 17)):
-        metrics.append(
-            PhaseRecord(attempt=state.attempt, time=began + after_s, phase="loading", stage=stage)
-        )
+    binding = "[INFO] binding rank 0 to cores 0-71, node 0"
+    weights = "Loading weights:  50%|#####     | 3/6"
+    run.log_path(state.attempt, state.host).write_text(f"{binding}\n{weights}\n")
+    loading = partial(PhaseRecord, attempt=state.attempt, phase="loading")
+    stages = (("ranks", 9), ("data", 14), ("weights", 17))
     file = "model-00003-of-00006.safetensors"
-    metrics.append(
-        PhaseRecord(
-            attempt=state.attempt,
-            time=began + 70,
-            phase="loading",
-            stage="weights",
-            done=3,
-            total=6,
-            detail=file,
-        )
+    append_records(
+        run,
+        *(loading(time=began + after_s, stage=stage) for stage, after_s in stages),
+        loading(time=began + 70, stage="weights", done=3, total=6, detail=file),
+        attempt=state.attempt,
     )
-    metrics.close()
-    write_state(
-        run, replace(state, state="loading", started=began, attempt_started=began, checks_s=4.2)
-    )
-
-
-FINDINGS = (
-    Finding(
-        code="no-compiler",
-        severity="blocks",
-        title="no C++ compiler was found",
-        evidence="neither c++ nor g++ nor clang++ is in PATH",
-        cost="the Adam kernel cannot be built, and no run that offloads starts",
-        remedy="Install g++, or load the module of a compiler.",
-    ),
-    Finding(
-        code="numa-balancing",
-        severity="warning",
-        title="the kernel moves memory between NUMA nodes by itself",
-        evidence="/proc/sys/kernel/numa_balancing is 1",
-        cost="pages of optimizer states may move to the GPU's memory while Adam reads them",
-        remedy="Ask the administrator for `sysctl kernel.numa_balancing=0`.",
-    ),
-    Finding(
-        code="mpam-off",
-        severity="note",
-        title="cache and memory bandwidth cannot be partitioned",
-        evidence="no /sys/fs/resctrl",
-        cost="main and Adam cores share both",
-        remedy="Mount resctrl on a kernel with MPAM.",
-    ),
-)
+    change_state(run, state="loading", started=began, attempt_started=began, checks_s=4.2)
 
 
 class FixedMonitor:
@@ -191,23 +107,13 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
     for gpu in machine.gpus:
         cores = gpu.cpus
         yield HostProcess(
-            4100 + gpu.index,
-            "python",
-            "ada",
-            6.8,
-            11 * GIB,
-            cores[65:],
-            {gpu.index: 78 * GIB},
+            4100 + gpu.index, "python", "ada", 6.8, 11 * GIB, cores[65:], {gpu.index: 78 * GIB}
         )
     for gpu in machine.gpus:
         yield HostProcess(
             4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], {}
         )
     yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), {})
-
-
-_ANSWERS = Path(__file__).parents[1] / "data"
-DATA = msgspec.json.decode((_ANSWERS / "data_preview.json").read_bytes(), type=DataPreview)
 
 
 def preview_data(_spec: RunSpec, _rows: int, _cancel: object) -> Iterator[Progress | DataPreview]:
@@ -219,23 +125,6 @@ def preview_data(_spec: RunSpec, _rows: int, _cancel: object) -> Iterator[Progre
 class FixedModel:
     """Stands in for the helper process that has a model: it answers one question, and ends."""
 
-    ANSWERS: ClassVar[dict[Side, tuple[str, Ended]]] = {
-        "tuned": (
-            (
-                "git fetch only downloads new commits. git pull also merges them into the current "
-                "branch."
-            ),
-            "stop",
-        ),
-        "base": (
-            (
-                "The difference between git fetch and git pull is that they are both commands. The "
-                "difference between"
-            ),
-            "length",
-        ),
-    }
-
     def __init__(self, *_: object) -> None:
         self._asked: queue.SimpleQueue[Sequence[Prompt]] = queue.SimpleQueue()
 
@@ -246,17 +135,12 @@ class FixedModel:
 
     def events(self) -> Iterator[Event]:
         """Yield what happens."""
-        models = (
-            ModelFacts(side="tuned", name="llama-3.1-8b-long", step=800, parameters=8_030_261_248),
-            ModelFacts(side="base", name="meta-llama/Llama-3.1-8B", parameters=8_030_261_248),
-        )
-        yield Loaded(
-            models=models, device="NVIDIA GH200 120GB", layout="the chat template of the tokenizer"
-        )
+        yield msgspec.convert(_KNOWN["loaded"], Loaded)
+        answers = {each.side: each for each in msgspec.convert(_KNOWN["answers"], list[Answer])}
         for prompt in self._asked.get(timeout=60):
-            text, ended = self.ANSWERS[prompt.side]
-            yield Piece(number=1, side=prompt.side, text=text)
-            yield Answer(number=1, side=prompt.side, text=text, tokens=24, seconds=0.6, ended=ended)
+            answer = answers[prompt.side]
+            yield Piece(number=1, side=prompt.side, text=answer.text)
+            yield answer
 
     def close(self) -> None:
         """End."""

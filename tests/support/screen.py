@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
-from unittest.mock import patch
 
 import pytest
 from rich.text import Text
@@ -183,20 +182,17 @@ async def opened(
 
     ``start`` stands in for the checks and the start of a run, for tests of other things.
     """
-    chosen = None if this_machine else machine or quad_machine()
-    loaded = Loaded(settings) if isinstance(settings, Settings) else settings
     app = SoTuiApp(
-        machine=chosen,
+        machine=None if this_machine else machine or quad_machine(),
         runs_dir=runs_dir,
         open_run=open_run,
-        settings=loaded,
+        settings=Loaded(settings) if isinstance(settings, Settings) else settings,
         machine_file=machine_file,
     )
-    with ExitStack() as patches:
+    with pytest.MonkeyPatch.context() as patches:
         if start is not None:
-            unchecked = patch("so_tui.launch.checks.preflight", lambda launch, **_: (launch, ()))
-            patches.enter_context(unchecked)
-            patches.enter_context(patch("so_tui.launch.lifecycle.start", start))
+            patches.setattr("so_tui.launch.checks.preflight", lambda launch, **_: (launch, ()))
+            patches.setattr("so_tui.launch.lifecycle.start", start)
         async with app.run_test(size=size, tooltips=tooltips) as pilot:
             driver = Driver(app, pilot)
             await driver.until(lambda: app.machine is not None and app.catalog is not None)

@@ -15,30 +15,7 @@ from pathlib import Path
 
 _READY = b"READY> "
 _INSERT_ALL, _SAVE = "\x1b*", "\x0f"  # Alt-*, Ctrl-O
-_BASH = r"""
-PS1='READY> '
-eval "$(so-tui completion bash)"
-_save() { printf '%s\0' "$READLINE_LINE" >> "$TYPED"; READLINE_LINE=; READLINE_POINT=0; }
-bind -x '"\C-o": _save'
-"""
-_ZSH = r"""
-PS1='READY> '
-autoload -Uz compinit; compinit -D -u
-eval "$(so-tui completion zsh)"
-_all() { _main_complete "$@"; compstate[insert]=all; compstate[list]= ; }
-_save() { print -rn -- "$BUFFER"$'\0' >> "$TYPED"; BUFFER=; }
-zle -C all complete-word _all
-zle -N _save
-bindkey -e
-bindkey '\e*' all
-bindkey '^O' _save
-"""
-_FISH = """\
-so-tui completion fish | source
-for line in $argv
-    echo (complete -C $line | string replace -r '\\t.*' '')
-end
-"""
+_SCRIPTS = Path(__file__).parents[1] / "data" / "shells"
 
 
 def install_command(folder: Path) -> None:
@@ -63,9 +40,8 @@ def offered(
         environment: Of the shell; its PATH has so-tui.
     """
     if shell == "fish":
-        argv = ["fish", "--no-config", "-c", _FISH, *lines]
         done = subprocess.run(
-            argv,
+            ["fish", "--no-config", _SCRIPTS / "offered.fish", *lines],
             cwd=cwd,
             env={**environment},
             capture_output=True,
@@ -86,38 +62,29 @@ def _command_lines(
     shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
-    (folder / "bashrc").write_text(_BASH)
-    (folder / ".zshrc").write_text(_ZSH)
     typed = folder / "typed"
     typed.touch()
-    argv = (
-        ["bash", "--rcfile", str(folder / "bashrc"), "-i"]
-        if shell == "bash"
-        else ["zsh", "--no-globalrcs", "-i"]
-    )
+    options = ["--rcfile", str(_SCRIPTS / "bashrc")] if shell == "bash" else ["--no-globalrcs"]
+    argv = [shell, *options, "-i"]
+    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(_SCRIPTS)}
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execvpe(
-            argv[0],
-            argv,
-            {**environment, "TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)},
-        )
+        os.execvpe(argv[0], argv, {**environment, **own})
+    end, seen = time.monotonic() + 60, b""
+
+    def read() -> bytes:
+        assert time.monotonic() < end, seen
+        return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.05)[0] else b""
+
     try:
-        end, seen = time.monotonic() + 60, b""
         while _READY not in seen:
-            assert time.monotonic() < end, seen
-            seen += _read(terminal)
+            seen += read()
         os.write(terminal, "".join(f"{line}{_INSERT_ALL}{_SAVE}" for line in lines).encode())
         while len(left := typed.read_text(errors="surrogateescape").split("\0")[:-1]) < len(lines):
-            assert time.monotonic() < end, (left, seen)
-            seen += _read(terminal)  # or the shell would wait for room to write
+            seen += read()  # or the shell would wait for room to write
         return left
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(terminal)
-
-
-def _read(terminal: int) -> bytes:
-    return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.05)[0] else b""

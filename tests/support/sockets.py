@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -28,23 +29,18 @@ class OpenSocket(NamedTuple):
 
 def open_sockets(pids: Iterable[int]) -> frozenset[OpenSocket]:
     """Return the sockets of processes that live on which something could arrive unasked."""
-    return frozenset(found for pid in pids for found in _sockets_of(pid))
+    found = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(pid).net_connections("inet"):
+                if each.type == socket.SOCK_DGRAM or each.status == psutil.CONN_LISTEN:
+                    found.add(OpenSocket(pid, each.type.name, *each.laddr))
+    return frozenset(found)
 
 
 def tree(pid: int) -> tuple[int, ...]:
     """Return a process and all its descendants."""
-    try:
+    below: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
         below = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        below = []
     return (pid, *(process.pid for process in below))
-
-
-def _sockets_of(pid: int) -> Iterator[OpenSocket]:
-    try:
-        connections = psutil.Process(pid).net_connections("inet")
-    except psutil.NoSuchProcess:
-        return
-    for connection in connections:
-        if connection.type == socket.SOCK_DGRAM or connection.status == psutil.CONN_LISTEN:
-            yield OpenSocket(pid, connection.type.name, *connection.laddr)

@@ -31,59 +31,34 @@ _started: list[list[str]] = []
 
 def launches_ranks(argv: Sequence[str]) -> bool:
     """Return whether a process with these arguments starts training processes."""
-    if any(
-        argument.startswith("deepspeed.launcher") or PurePath(argument).name == "deepspeed"
-        for argument in argv
-    ):
+    names = [PurePath(argument).name for argument in argv]
+    if "deepspeed" in names or any(each.startswith("deepspeed.launcher") for each in argv):
         return True
-    if "--dry-run" in argv or "--help" in argv:
+    ours = next((at for at, name in enumerate(names) if name in ("so_tui", "so-tui")), None)
+    if ours is None or {"--dry-run", "--help"} & {*argv}:
         return False
-    ours = [
-        index
-        for index, argument in enumerate(argv)
-        if argument == "so_tui" or PurePath(argument).name == "so-tui"
-    ]
-    return bool(ours) and (
-        bool(_TRAINING_COMMANDS & set(argv[ours[0] + 1 : ours[0] + 2])) or "--probe" in argv
-    )
+    return "--probe" in argv or bool(_TRAINING_COMMANDS & {*argv[ours + 1 : ours + 2]})
 
 
 def _note_process(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "subprocess.Popen":
-        argv = arguments[1]
-        if isinstance(argv, list | tuple):
-            _started.append(
-                [
-                    os.fsdecode(argument)
-                    for argument in argv
-                    if isinstance(argument, str | bytes | os.PathLike)
-                ]
-            )
+    if event == "subprocess.Popen" and isinstance(argv := arguments[1], list | tuple):
+        texts = (each for each in argv if isinstance(each, str | bytes | os.PathLike))
+        _started.append([os.fsdecode(each) for each in texts])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cpu-limit``."""
-    parser.addoption(
-        "--cpu-limit",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help=(
-            "fail when the session, with its workers and the processes that they started, takes "
-            "more CPU seconds"
-        ),
+    help = (
+        "fail when the session, with its workers and the processes that they started, takes more "
+        "CPU seconds"
     )
+    parser.addoption("--cpu-limit", type=float, metavar="SECONDS", help=help)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let several workers begin with what takes longest. The tests of a file stay together."""
     if hasattr(config, "workerinput"):
-        items.sort(
-            key=lambda item: next(
-                (at for at, name in enumerate(LONGEST) if item.nodeid.startswith(name)),
-                len(LONGEST),
-            )
-        )
+        items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in LONGEST])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

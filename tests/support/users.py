@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,18 +76,13 @@ class User:
                 raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
-    def so_tui(
-        self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run ``so-tui`` as this user to its end."""
-        command = (self.interpreter, "-P", "-m", "so_tui", *arguments)
-        return self.run(*command, timeout_s=timeout_s, umask=umask, **changes)
+    def so_tui(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run ``so-tui`` as this user to its end, with the options of ``run``."""
+        return self.run(self.interpreter, "-P", "-m", "so_tui", *arguments, **options)
 
-    def python(
-        self, code: str, *arguments: str, timeout_s: float = 60.0
-    ) -> subprocess.CompletedProcess[str]:
+    def python(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Python code as this user to its end."""
-        return self.run(self.interpreter, "-P", "-c", code, *arguments, timeout_s=timeout_s)
+        return self.run(self.interpreter, "-P", "-c", code, *arguments)
 
     def give(self, *paths: Path) -> None:
         """Make files and folders, with all that is in them, belong to this user."""
@@ -119,7 +115,8 @@ def shared_machine() -> Iterator[SharedMachine]:
         scratch.chmod(0o1777)
         yield SharedMachine(owner, other, scratch)
         for user in (owner, other):
-            _end_processes(user)
+            # A process may signal all processes of its own user.
+            user.python("import os, signal; os.kill(-1, signal.SIGKILL)")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -129,20 +126,17 @@ def _user(folder: Path, name: str, place: int) -> User:
     home = folder / name
     home.mkdir(mode=0o700)
     os.chown(home, uid, uid)
-    users = [User(name, uid, home, interpreter, _python_path()) for interpreter in _interpreters()]
-    usable = next((user for user in users if _works(user)), None)
-    if usable is None:
-        pytest.skip(
-            f"other users can read neither {sys.executable} nor another Python of this version, or "
-            "not the checkout"
-        )
-    return usable
-
-
-def _interpreters() -> tuple[str, ...]:
-    """Return this interpreter and the system's: a home folder may hide the first."""
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}")
+    # This interpreter, or the system's: a home folder may hide the first.
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for interpreter in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        user = User(name, uid, home, interpreter, _python_path())
+        with suppress(OSError):
+            if user.python("import so_tui.cli, msgspec, textual").returncode == 0:
+                return user
+    pytest.skip(
+        f"other users can read neither {sys.executable} nor another Python of this version, or "
+        "not the checkout"
+    )
 
 
 def _python_path() -> str:
@@ -153,15 +147,3 @@ def _python_path() -> str:
         for path in sys.path
         if path and library not in (Path(path), Path(path).parent) and not path.endswith(".zip")
     )
-
-
-def _works(user: User) -> bool:
-    try:
-        return user.python("import so_tui.cli, msgspec, textual").returncode == 0
-    except OSError:
-        return False
-
-
-def _end_processes(user: User) -> None:
-    """Kill what the user left running: a process may signal all processes of its own user."""
-    user.python("import os, signal; os.kill(-1, signal.SIGKILL)")

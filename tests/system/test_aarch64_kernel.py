@@ -43,16 +43,8 @@ def test_kernel_computes_adamw_on_aarch64(
 
     program = tmp_path / "adam_step"
     flags = [flag for flag in FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
-    command = [
-        COMPILER,
-        *flags,
-        f"-march={architecture}",
-        "-static",
-        f"-I{SOURCE.parent}",
-        "-o",
-        str(program),
-        str(DRIVER),
-    ]
+    target = [f"-march={architecture}", "-static", f"-I{SOURCE.parent}", "-o", str(program)]
+    command = [COMPILER, *flags, *target, str(DRIVER)]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
 
@@ -72,31 +64,15 @@ def test_kernel_computes_adamw_on_aarch64(
         )
     first[::2] = 1e-40  # denormal, without gradient
     gradient[::2] = 0
-    step = Command(
-        Operation.STEP,
-        0,
-        10,
-        learning_rate=1e-3,
-        beta1=0.9,
-        beta2=0.999,
-        epsilon=1e-8,
-        weight_decay=0.01,
-    )
+    step = Command(Operation.STEP, 0, 10, beta1=0.9, beta2=0.999, epsilon=1e-8)
+    step = step._replace(learning_rate=1e-3, weight_decay=0.01)
+    head = NUMEL.to_bytes(8, "little") + moments.to_bytes(8, "little")
     arrays = (array.tobytes() for array in (weights, first, second, gradient))
-    given = b"".join(
-        (
-            NUMEL.to_bytes(8, "little"),
-            moments.to_bytes(8, "little"),
-            bytes(_adamw_scalars(step)),
-            *arrays,
-        )
-    )
+    given = b"".join((head, bytes(_adamw_scalars(step)), *arrays))
     done = subprocess.run(
         [*EMULATOR, str(program)], input=given, capture_output=True, check=True, timeout=120
     )
-    new_weights, new_first, new_second = numpy.frombuffer(done.stdout, numpy.float32).reshape(
-        3, NUMEL
-    )
+    new_weights, new_first, new_second = numpy.frombuffer(done.stdout, "f4").reshape(3, NUMEL)
 
     first[::2] = 0
     wide = [array.astype(numpy.float64) for array in (weights, first, second, gradient)]

@@ -1,5 +1,5 @@
-"""The wheel as pipx and uv install it: the light install, and with the ``train`` extra beside a
-torch that the machine already has.
+"""The wheel as a user installs it: alone in an empty environment, as pipx and uv do, and with the
+``train`` extra beside a torch that the machine already has.
 """
 
 from __future__ import annotations
@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,63 +29,153 @@ INDEX_SETTINGS = ("PIP_", "UV_", "SSL_", "REQUESTS_", *PROXIES, *map(str.lower, 
 STEPS = 4
 
 
-def environment(home: Path) -> dict[str, str]:
-    """Return the environment of a user whose home is empty but for what was installed there."""
+def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command from a folder outside the checkout, as a user whose home is empty but for what
+    was installed there.
+    """
+    folder, cache = home / "elsewhere", Path.home() / ".cache"
+    folder.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name.startswith(INDEX_SETTINGS)}
-    caches = {
-        "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"),
-        "XDG_CACHE_HOME": str(Path.home() / ".cache"),
-    }
     own = {
+        "PIP_CACHE_DIR": str(cache / "pip"),
+        "XDG_CACHE_HOME": str(cache),
+        **kept,
         "HOME": str(home),
         "PATH": "/usr/bin:/bin",
         "LC_ALL": "C.UTF-8",
         "COLUMNS": "140",
         "PIPX_DEFAULT_BACKEND": "pip",
     }
-    return caches | kept | own
-
-
-def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command from a folder outside the checkout."""
-    folder = home / "elsewhere"
-    folder.mkdir(exist_ok=True)
     return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+        command, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=600
     )
+
+
+def printed(home: Path, *command: str | Path) -> str:
+    """Run a command that must succeed, and return what it prints."""
+    done = call(home, *command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
+
+
+def built(target: str, sources: Path, folder: Path) -> Path:
+    """Build a wheel or an sdist in a new folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=sources, check=True, capture_output=True)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel."""
+    return built("wheel", ROOT, tmp_path_factory.mktemp("built") / "dist")
+
+
+def install(folder: Path, *packages: object) -> subprocess.CompletedProcess[str]:
+    """Install packages in a new environment."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    command = [str(folder / "bin" / "python"), *PIP, *map(str, packages)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and nothing else; its ``bin``."""
+    folder = tmp_path_factory.mktemp("environment")
+    done = install(folder, "-c", ROOT / "locks" / "light.txt", wheel)
+    assert done.returncode == 0, done.stderr
+    return folder / "bin"
 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with ``pipx`` and ``uv``."""
+    """The folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), *PIP, "pipx", "uv"]
-    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    done = install(folder, "pipx", "uv")
     if done.returncode != 0:
         pytest.skip(f"pipx and uv could not be installed: {done.stderr.strip().splitlines()[-1]}")
     return folder / "bin"
 
 
-@pytest.mark.parametrize("tool", ["pipx", "uv"])
-def test_light_install_plans(tool: str, tools: Path, wheel: Path, tmp_path: Path) -> None:
-    words = {"pipx": ["install"], "uv": ["tool", "install"]}[tool]
-    installed = call(tmp_path, tools / tool, *words, "--python", sys.executable, wheel)
-    assert installed.returncode == 0, installed.stderr
+def test_wheel_holds_presets_and_trainer(wheel: Path, environment: Path) -> None:
+    names = set(ZipFile(wheel).namelist())
+    sources = {
+        str(path.relative_to(ROOT))
+        for pattern in ("*.py", "*.tcss", "*.toml", "*.json", "py.typed")
+        for path in (ROOT / "so_tui").rglob(pattern)
+    }
+    assert sources <= names
+    assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
+    trainer = {"so_tui_trainer/__main__.py", "superoffload/py.typed", "superoffload/adam.cpp"}
+    assert trainer <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    manual = environment.parent / "share" / "man" / "man1" / "so-tui.1"
+    assert manual.read_text() == (ROOT / "docs" / "so-tui.1").read_text()
 
+
+def test_the_light_install_needs_no_framework(environment: Path, tmp_path: Path) -> None:
+    (packages,) = environment.parent.glob("lib/*/site-packages")
+    frameworks = ("torch", "deepspeed", "transformers", "datasets", "numpy")
+    assert not [name for name in frameworks if (packages / name).exists()]
+    refused = call(tmp_path, environment / "so-tui", "run", "tiny", "--plain")
+    assert refused.returncode == 3, refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_machine_is_inspected_elsewhere(environment: Path, tmp_path: Path) -> None:
+    so_tui = environment / "so-tui"
+    inspected = printed(tmp_path, so_tui, "inspect", "--json")
+    assert json.loads(inspected)["numa_nodes"]
+    (tmp_path / "node.json").write_text(inspected)
+    planned = printed(tmp_path, so_tui, "plan", "--machine", tmp_path / "node.json", "--json")
+    assert json.loads(planned)
+    listed = json.loads(printed(tmp_path, so_tui, "presets", "--json"))["presets"]
+    ours = {path.stem for path in (ROOT / "presets").glob("*.toml")}
+    assert ours <= {preset["name"] for preset in listed}
+
+
+def test_the_wheel_says_which_commit_it_was_built_from(environment: Path, tmp_path: Path) -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("there is no git, or no checkout")
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    described = ["git", "-C", str(ROOT), *describe]
+    commit = subprocess.run(described, capture_output=True, text=True, check=False)
+    if commit.returncode != 0:
+        pytest.skip(f"git does not read this checkout: {commit.stderr}")
+    version = printed(tmp_path, environment / "so-tui", "--version").strip()
+    assert version == f"so-tui {__version__} ({commit.stdout.strip()})"
+
+
+def contents(wheel: Path) -> dict[str, list[bytes]]:
+    """Return the lines of each file, sorted: RECORD lists the files in the order in which they were
+    found.
+    """
+    with ZipFile(wheel) as archive:
+        return {name: sorted(archive.read(name).splitlines()) for name in archive.namelist()}
+
+
+def test_wheel_and_sdist_are_reproducible(wheel: Path, tmp_path: Path) -> None:
+    first, second = (built("sdist", ROOT, tmp_path / name) for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert built("wheel", ROOT, tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+    with tarfile.open(first) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (sources,) = (tmp_path / "unpacked").iterdir()
+    assert contents(built("wheel", sources, tmp_path / "again")) == contents(wheel)
+
+
+@pytest.mark.parametrize(
+    "command", [("pipx", "install"), ("uv", "tool", "install")], ids=lambda words: words[0]
+)
+def test_light_install_plans(
+    command: tuple[str, ...], tools: Path, wheel: Path, tmp_path: Path
+) -> None:
+    name, *words = command
+    printed(tmp_path, tools / name, *words, "--python", sys.executable, wheel)
     so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    assert call(tmp_path, so_tui, "--version").stdout.startswith(f"so-tui {__version__} (")
-    inspected = call(tmp_path, so_tui, "inspect", "--json")
-    assert json.loads(inspected.stdout)["numa_nodes"], inspected.stderr
-    planned = call(tmp_path, so_tui, "plan", "tiny", "--json")
-    assert planned.returncode == 0, planned.stderr
-    assert json.loads(planned.stdout)
+    assert printed(tmp_path, so_tui, "--version").startswith(f"so-tui {__version__} (")
+    assert json.loads(printed(tmp_path, so_tui, "plan", "tiny", "--json"))
 
 
 def needed(name: str, found: dict[str, Distribution]) -> None:
@@ -96,7 +189,7 @@ def needed(name: str, found: dict[str, Distribution]) -> None:
 
 
 @pytest.fixture
-def torch_of_the_site(tmp_path: Path) -> Path:
+def _torch_of_the_site(tmp_path: Path) -> None:
     """Give the user of ``tmp_path`` a torch outside any environment: the one that the tests run
     with, and only what it needs.
     """
@@ -110,32 +203,26 @@ def torch_of_the_site(tmp_path: Path) -> Path:
         Path(str(each.locate_file(file.parts[0])))
         for each in found.values()
         for file in each.files or []
-        if file.parts[0] != ".."
+        if file.parts[0] not in ("..", "__pycache__")
     }
     for top in tops:
-        if top.name != "__pycache__":
-            (packages / top.name).symlink_to(top)
-    return packages
+        (packages / top.name).symlink_to(top)
 
 
+@pytest.mark.usefixtures("_torch_of_the_site")
 def test_train_extra_trains_beside_the_torch_of_a_site(
-    tools: Path, wheel: Path, torch_of_the_site: Path, tmp_path: Path
+    tools: Path, wheel: Path, tmp_path: Path
 ) -> None:
     constraints = " ".join(f"-c {ROOT / 'locks' / name}" for name in ("light.txt", "newest.txt"))
     options = ["--python", sys.executable, "--system-site-packages", f"--pip-args={constraints}"]
-    installed = call(tmp_path, tools / "pipx", "install", *options, f"{wheel}[train]")
-    assert installed.returncode == 0, installed.stderr
-    (environment_of_so_tui,) = tmp_path.glob(".local/**/venvs/so-tui")
-    ours = {path.name for path in environment_of_so_tui.glob("lib/*/site-packages/*")}
+    printed(tmp_path, tools / "pipx", "install", *options, f"{wheel}[train]")
+    (made,) = tmp_path.glob(".local/**/venvs/so-tui")
+    ours = {path.name for path in made.glob("lib/*/site-packages/*")}
     assert {"deepspeed", "transformers", "so_tui", "so_tui_trainer", "superoffload"} <= ours
     assert "torch" not in ours
 
-    so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    options = ["--plain", "--runs-dir", str(tmp_path / "runs"), "--set", f"train.steps={STEPS}"]
-    trained = call(tmp_path, so_tui, "run", "tiny", *options)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert f"finished at step {STEPS}" in trained.stdout
-    listed = json.loads(
-        call(tmp_path, so_tui, "runs", "--runs-dir", tmp_path / "runs", "--json").stdout
-    )
+    so_tui, runs = tmp_path / ".local" / "bin" / "so-tui", ["--runs-dir", str(tmp_path / "runs")]
+    steps = ["--plain", "--set", f"train.steps={STEPS}"]
+    assert f"finished at step {STEPS}" in printed(tmp_path, so_tui, "run", "tiny", *runs, *steps)
+    listed = json.loads(printed(tmp_path, so_tui, "runs", *runs, "--json"))
     assert [(run["state"], run["step"]) for run in listed["runs"]] == [("finished", STEPS)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.python_path import PIP, python_path
+from tests.support.python_path import PIP, printed, python_path
 
 pytestmark = pytest.mark.system
 
@@ -88,32 +88,17 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(script: str, packages: Path, *arguments: Path) -> str:
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": python_path(packages)}
-    argv = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(
-        argv, env=os.environ | offline, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().rpartition("\n")[2]
+    out = printed("-c", script, *map(str, arguments), env=os.environ | offline)
+    return out.strip().rpartition("\n")[2]
 
 
 def test_wandb_and_tensorboard_read_metrics(packages: Path, tmp_path: Path) -> None:
     made = Path(run(TRACK, packages, tmp_path))
     found = json.loads(run(READ, packages, made, tmp_path))
-    identity, name, project = found["name"]
-    assert (identity, name, project) == (
-        (made / "wandb.id").read_text().strip(),
-        made.name,
-        "so-tui-tests",
-    )
-    assert found["ended"] == 0
-    assert [(row["step"], row["train/loss"]) for row in found["rows"] if "train/loss" in row] == [
-        (1, 3.0),
-        (2, 2.0),
-        (3, 1.0),
-    ]
-    assert [
-        (row["step"], row["evaluation/loss"]) for row in found["rows"] if "evaluation/loss" in row
-    ] == [(3, 1.5)]
+    identity = (made / "wandb.id").read_text().strip()
+    assert (found["name"], found["ended"]) == ([identity, made.name, "so-tui-tests"], 0)
     assert found["config"]["tracking"]["project"] == "so-tui-tests"
-    assert found["scalars"]["train/loss"] == [[1, 3.0], [2, 2.0], [3, 1.0]]
-    assert found["scalars"]["evaluation/loss"] == [[3, 1.5]]
+    losses = {"train/loss": [[1, 3.0], [2, 2.0], [3, 1.0]], "evaluation/loss": [[3, 1.5]]}
+    for name, expected in losses.items():
+        rows = [[row["step"], row[name]] for row in found["rows"] if name in row]
+        assert rows == found["scalars"][name] == expected

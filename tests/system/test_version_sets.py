@@ -16,7 +16,7 @@ import pytest
 from so_tui.machine.software import VersionSet
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import StepRecord
-from tests.support.launching import records
+from tests.support.launching import of_kind
 from tests.support.models import saved
 from tests.support.python_path import ROOT, checkout_path
 from tests.support.set_environments import OLDER, environment
@@ -24,6 +24,7 @@ from tests.support.set_environments import OLDER, environment
 pytestmark = pytest.mark.system
 
 STEPS = 6
+PRETRAINED = ("model.weights=pretrained", "model.tokenizer=builtin:tiny")
 TESTS = (
     "tests/superoffload/test_superoffload.py",
     "tests/superoffload/test_own_loop.py",
@@ -49,15 +50,11 @@ class Installed(NamedTuple):
 
 def call(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module with an environment's Python."""
-    variables = {
-        **os.environ,
-        "PYTHONPATH": checkout_path(),
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-    }
+    own = {"PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
     return subprocess.run(
         [python, "-m", *arguments],
         cwd=ROOT,
-        env=variables,
+        env=os.environ | own,
         capture_output=True,
         text=True,
         check=False,
@@ -72,20 +69,13 @@ def installed(request: pytest.FixtureRequest) -> Installed:
 
 def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
     """Train a model on the embedded rows, and return the loss of each step."""
-    changes = {
-        "train.steps": str(STEPS),
-        "model.id": str(model),
-        "model.weights": "pretrained",
-        "model.tokenizer": "builtin:tiny",
-    }
-    settings = [
-        argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")
-    ]
-    options = ["--plain", "--gpus", "2", "--runs-dir", str(runs_dir), *settings]
+    options = ["--plain", "--gpus", "2", "--runs-dir", str(runs_dir)]
+    for setting in (f"train.steps={STEPS}", f"model.id={model}", *PRETRAINED):
+        options += ["--set", setting]
     trained = call(python, "so_tui", "run", "tiny", *options)
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     (run,) = map(RunDirectory, (path.parent for path in runs_dir.glob("*/state.json")))
-    return [record.loss for record in records(run) if isinstance(record, StepRecord)]
+    return [record.loss for record in of_kind(run, StepRecord)]
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +102,8 @@ def test_a_model_learns_as_with_the_newest(
 ) -> None:
     found = losses(installed.python, model, tmp_path)
     assert len(newest_losses) == STEPS
-    assert found == pytest.approx(
-        newest_losses, rel=2e-3
-    )  # versions of torch round bf16 products differently
+    # Versions of torch round bf16 products differently.
+    assert found == pytest.approx(newest_losses, rel=2e-3)
 
 
 def test_the_engine_steps_as_adamw_and_models_are_built(installed: Installed) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,63 +15,51 @@ import pytest
 
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import _pack, fill
+from so_tui_trainer.data.rows import Conversation
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
 from tests.support.launching import tiny
 from tests.support.problems import refusal
-from tests.support.rows import ROWS, documents_of, lines, source_refusal, spec_of, texts
+from tests.support.python_path import printed
+from tests.support.rows import (
+    ROWS,
+    alpaca,
+    answers,
+    documents_of,
+    lines,
+    source_refusal,
+    spec_of,
+    texts,
+    turns,
+)
 
+FIVE = "They make 5."
 VARIANTS: dict[str, dict[str, Any]] = {
-    "null input": {"instruction": "Add.", "input": None, "output": "They make 5."},
+    "null input": alpaca(FIVE, input=None)[0],
     "conversational prompt": {
-        "prompt": [{"role": "user", "content": "Add 2 and 3."}],
-        "completion": [{"role": "assistant", "content": "They make 5."}],
+        "prompt": turns("Add."),
+        "completion": turns(FIVE, roles="assistant x"),
     },
     "answers in a conversational prompt": {
-        "prompt": [
-            {"role": "user", "content": "Hi."},
-            {"role": "assistant", "content": "Hello.", "weight": 1},
-            {"role": "user", "content": "Add 2 and 3."},
-        ],
-        "completion": [{"role": "assistant", "content": "They make 5."}],
+        "prompt": [*turns("Hi."), {"role": "assistant", "content": "Hello.", "weight": 1}],
+        "completion": turns(FIVE, roles="assistant x"),
     },
-    "text parts": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Add."}]},
-            {"role": "assistant", "content": "They make 5."},
-        ]
-    },
-    "OpenAI's keys in ShareGPT's column": {"conversations": ROWS["messages"]["messages"]},
-    "other roles": {
-        "conversations": [
-            {"from": "user", "value": "Add."},
-            {"from": "model", "value": "They make 5."},
-        ]
-    },
+    "text parts": {"messages": turns([{"type": "text", "text": "Add."}], FIVE)},
+    "parts that are texts": {"messages": turns(["Add", "."], ["They ", "make 5."])},
+    "OpenAI's keys in ShareGPT's column": {"conversations": turns("Add.", FIVE)},
     "roles in the wild": {
-        "conversations": [
-            {"from": "Human", "value": "Add."},
-            {"from": "AI ", "value": "They make 5."},
-        ]
+        "conversations": [{"from": "Human", "value": "Add."}, {"from": "AI ", "value": FIVE}]
     },
-    "parts that are texts": {
-        "messages": [
-            {"role": "user", "content": ["Add", "."]},
-            {"role": "assistant", "content": ["They ", "make 5."]},
-        ]
-    },
-    "a prompt that is a number": {"prompt": 5, "completion": "They make 5."},
+    "a prompt that is a number": {"prompt": 5, "completion": FIVE},
     "columns that mean something else": ROWS["alpaca"]
     | {"tools": "hammer, saw", "history": "of Rome", "system": 7},
-    "a stop token in the data": {"prompt": "Add 2 and 3.", "completion": "They make 5.<|eos|>\n"},
+    "a stop token in the data": {"prompt": "Add.", "completion": f"{FIVE}<|eos|>\n"},
 }
+KIND = "Be kind.\n\n### Instruction:\n"
 COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
-    "alpaca": (
-        {"system": "Be kind.", "history": [["Hi.", "Hello."]]},
-        "Be kind.\n\n### Instruction:\nHi.\n\n### Response:\n",
-    ),
-    "sharegpt": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
-    "messages": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
+    "alpaca": ({"history": [["Hi.", "Hello."]]}, f"{KIND}Hi.\n\n### Response:\n"),
+    "sharegpt": ({}, KIND),
+    "messages": ({}, KIND),
 }
 
 
@@ -81,226 +67,156 @@ COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
 def test_only_the_response_and_its_stop_token_are_trained(tmp_path: Path, layout: str) -> None:
     documents = documents_of(tmp_path, lines(tmp_path, [ROWS[layout]]))
     context, trained = texts(documents)
-    assert trained == "They make 5.<|eos|>"
+    assert (documents.parts[0].layout, trained) == (layout, "They make 5.<|eos|>")
     assert "### Instruction:" in context
     assert context.endswith("### Response:\n")
-    assert documents.parts[0].layout == layout
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_people_write_instead_is_read_as_well(tmp_path: Path, variant: str) -> None:
-    assert (
-        texts(documents_of(tmp_path, lines(tmp_path, [VARIANTS[variant]])))[1]
-        == "They make 5.<|eos|>"
-    )
+    assert answers(tmp_path, lines(tmp_path, [VARIANTS[variant]])) == [FIVE]
 
 
 @pytest.mark.parametrize("layout", COLUMNS)
 def test_what_stands_in_columns_of_its_own_comes_first(tmp_path: Path, layout: str) -> None:
     columns, expected = COLUMNS[layout]
-    assert texts(documents_of(tmp_path, lines(tmp_path, [ROWS[layout] | columns])))[0].startswith(
-        expected
-    )
+    row = ROWS[layout] | columns | {"system": "Be kind."}
+    assert texts(documents_of(tmp_path, lines(tmp_path, [row])))[0].startswith(expected)
+
+
+ADD, HALVE = {"name": "add", "arguments": {"a": 2, "b": None}}, {"name": "halve", "arguments": {}}
+TOOLS = [{"name": "add", "default": None}]
+
+
+def calling(calls: object, **columns: object) -> dict[str, Any]:
+    """Return a row whose answer is calls of tools."""
+    return {"messages": [*turns("Add."), {"role": "assistant", "tool_calls": calls}], **columns}
+
+
+def conversations(path: Path) -> list[Conversation]:
+    (opened,) = open_sources(spec_of(path).data)
+    return list(opened.conversations(0, len(opened.rows)))
 
 
 def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
-    add, halve = (
-        {"name": "add", "arguments": {"a": 2, "b": 3}},
-        {"name": "halve", "arguments": {"of": 4}},
-    )
     rows = [
-        {
-            "messages": [
-                ROWS["messages"]["messages"][0],
-                {"role": "assistant", "tool_calls": [{"function": call}]},
-            ],
-            "tools": given,
-        }
-        for call, given in ((add, json.dumps(tools)), (halve, ""))
+        calling([{"function": ADD}], tools=json.dumps(TOOLS)),
+        calling([{"function": HALVE | {"arguments": {"of": 4}}}], tools=""),
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (opened,) = open_sources(spec_of(tmp_path / "rows.parquet").data)
-    first, second = opened.conversations(0, len(opened.rows))
-    assert (first[0].role, first[0].extra) == ("tools", (("tools", tools),))
-    assert dict(first[-1].extra)["tool_calls"] == [{"function": add}]
+    (tools, *_, add), second = conversations(tmp_path / "rows.parquet")
+    assert (tools.role, tools.extra) == ("tools", (("tools", TOOLS),))
+    # A null that is a column cannot be told from a key that the row has not.
+    assert add.extra == (("tool_calls", [{"function": ADD | {"arguments": {"a": 2}}}]),)
     assert [message.role for message in second] == ["user", "assistant"]
-    written = [{"function": {**add, "arguments": json.dumps(add["arguments"])}}]
-    for given in (written, json.dumps(written)):
-        row = {
-            "messages": [
-                ROWS["messages"]["messages"][0],
-                {"role": "assistant", "content": "", "tool_calls": given},
-            ]
-        }
-        (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
-        assert dict(next(opened.conversations(0, len(opened.rows)))[-1].extra)["tool_calls"] == [
-            {"function": add}
-        ]
-    assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
-
-
-def test_what_is_null_in_tools_written_as_json_stays(tmp_path: Path) -> None:
-    """Where they are columns it cannot be told from a key that the row has not."""
-    tools, call = (
-        [{"name": "add", "default": None}],
-        [{"function": {"name": "add", "arguments": {"a": 2, "b": None}}}],
-    )
-    turns = [
-        ROWS["messages"]["messages"][0],
-        {"role": "assistant", "content": "", "tool_calls": json.dumps(call)},
-    ]
-    (opened,) = open_sources(
-        spec_of(lines(tmp_path, [{"messages": turns, "tools": json.dumps(tools)}])).data
-    )
-    said = next(opened.conversations(0, len(opened.rows)))
-    assert (dict(said[0].extra)["tools"], dict(said[-1].extra)["tool_calls"]) == (tools, call)
+    written = [{"function": ADD | {"arguments": json.dumps(ADD["arguments"])}}]
+    for given in (written, json.dumps(written), json.dumps([{"function": ADD}])):
+        ((*_, said),) = conversations(lines(tmp_path, [calling(given, content="")]))
+        assert dict(said.extra)["tool_calls"] == [{"function": ADD}]
 
 
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
-    rows = [
-        ROWS["messages"],
-        {"messages": None},
-        {"messages": []},
-        {"messages": [{"role": "system", "content": "Be kind."}]},
-    ]
-    counts = documents_of(tmp_path, lines(tmp_path, rows)).counts
+    system = turns("Be kind.", roles="system user")
+    rows: list[dict[str, Any]] = [{"messages": said} for said in (None, list[Any](), system)]
+    counts = documents_of(tmp_path, lines(tmp_path, [ROWS["messages"], *rows])).counts
     assert (counts.rows, counts.dropped) == (4, 3)
     question, answer = ROWS["messages"]["messages"]
-    completions = [{"prompt": [question], "completion": said} for said in ([], [answer])]
-    assert documents_of(tmp_path, lines(tmp_path, completions)).counts.dropped == 1
+    empty, whole = ({"prompt": [question], "completion": [answer][:n]} for n in (0, 1))
+    assert documents_of(tmp_path, lines(tmp_path, [empty, whole])).counts.dropped == 1
 
 
 def test_the_layout_can_be_named(tmp_path: Path) -> None:
     rows = lines(tmp_path, [ROWS["alpaca"] | {"text": "All of it."}])
-    assert texts(documents_of(tmp_path, rows, data__format="text"))[1].endswith("l of it.<|eos|>")
-    assert (
-        source_refusal(rows, tmp_path, data__format="prompt-completion").code
-        == "data-columns-mismatch"
-    )
+    assert answers(tmp_path, rows, data__format="text")[0].endswith("l of it.")
+    problem = source_refusal(rows, tmp_path, data__format="prompt-completion")
+    assert problem.code == "data-columns-mismatch"
 
 
 def test_plain_text_is_trained_and_cut_to_sequences(tmp_path: Path) -> None:
     words = "one two three four five six seven " * 40
-    documents = documents_of(
-        tmp_path,
-        lines(tmp_path, [{"text": words}, {"text": "A plain text."}]),
-        data__sequence_length="64",
-    )
-    tokenizer = load_tokenizer(tiny().model)
+    rows = lines(tmp_path, [{"text": words}, {"text": "A plain text."}])
+    documents = documents_of(tmp_path, rows, data__sequence_length="64")
+    tokenizer, counts = load_tokenizer(tiny().model), documents.counts
     assert tokenizer.decode(documents.tokens) == f"{words}<|eos|>A plain text.<|eos|>"
     assert documents.lengths.max() == 64
     assert documents.trained_lengths.tolist() == (documents.lengths - 1).tolist()
-    assert (
-        documents.counts.rows,
-        documents.counts.cut,
-        documents.counts.truncated,
-        documents.counts.dropped,
-    ) == (2, 1, 0, 0)
-    assert documents.rows is not None
+    assert (counts.rows, counts.cut, counts.truncated, counts.dropped) == (2, 1, 0, 0)
     assert documents.rows.tolist() == [1] * (len(documents.lengths) - 1) + [2]
 
 
+def mixed(folder: Path, many: int, few: int, weight: str) -> str:
+    """Write two sources of many and few rows, and return a mixture with a weight of the first."""
+    one = lines(folder, alpaca(*(f"Answer {n}." for n in range(many))), "many.jsonl")
+    other = lines(folder, [ROWS["messages"]] * few, "few.jsonl")
+    return f'[{{source = "{one}", weight = {weight}}}, {{source = "{other}"}}]'
+
+
 def test_a_mixture_has_its_shares_and_loses_no_row(tmp_path: Path) -> None:
-    many = lines(
-        tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl"
-    )
-    few = lines(tmp_path, [ROWS["messages"]] * 3, "few.jsonl")
-    mixture = (
-        f'[{{source = "{many}", weight = 3}}, {{source = "{few}", weight = 1, format = '
-        '"messages"}]'
-    )
+    mixture = mixed(tmp_path, 40, 3, "3")
     documents = documents_of(tmp_path, mixture)
     assert [(part.counts.rows, part.documents, part.layout) for part in documents.parts] == [
         (40, 40, "alpaca"),
         (3, 3, "messages"),
     ]
-    assert documents.counts.rows == 43
-    epoch = documents.epoch(seed=42)
-    assert set(epoch.tolist()) == set(range(43))
-    assert np.count_nonzero(epoch >= 40) == 13  # a quarter of 53
-    assert documents.epoch(seed=42).tolist() == epoch.tolist()
-    training = np.arange(1, 43)  # the first is held out
-    assert set(documents.epoch(42, training).tolist()) == set(training.tolist())
-    assert np.count_nonzero(documents.epoch(42, training) >= 40) == 13
-    batches = Batches(documents, spec_of(mixture), 0)
-    assert sorted(batches.sequences.documents.tolist()) == sorted(epoch.tolist())
+    for training in (np.arange(43), np.arange(1, 43)):  # the first is held out
+        epoch = documents.epoch(42, training)
+        assert set(epoch.tolist()) == set(training.tolist())
+        assert np.count_nonzero(epoch >= 40) == 13  # a quarter of 53
+        assert documents.epoch(42, training).tolist() == epoch.tolist()
+    sequences = Batches(documents, spec_of(mixture), 0).sequences
+    assert sorted(sequences.documents.tolist()) == sorted(documents.epoch(42).tolist())
 
 
 def test_weights_that_no_epoch_can_have_are_refused(tmp_path: Path) -> None:
-    many = lines(tmp_path, [ROWS["alpaca"]] * 40, "many.jsonl")
-    few = lines(tmp_path, [ROWS["messages"]], "few.jsonl")
     for weight in ("0.001", "1e-308"):  # the latter in infinitely many rounds
-        documents = documents_of(
-            tmp_path, f'[{{source = "{many}", weight = {weight}}}, {{source = "{few}"}}]'
-        )
+        documents = documents_of(tmp_path, mixed(tmp_path, 40, 1, weight))
         problem = refusal(partial(documents.epoch, 42))
-        assert (problem.code, problem.value) == ("data-weight-too-large", f"weight 1 of {few}")
-    assert (
-        len(
-            documents_of(
-                tmp_path, f'[{{source = "{many}", weight = 0.005}}, {{source = "{few}"}}]'
-            ).epoch(42)
-        )
-        == 8040
-    )
+        assert problem.code == "data-weight-too-large"
+        assert problem.value == f"weight 1 of {tmp_path / 'few.jsonl'}"
+    assert len(documents_of(tmp_path, mixed(tmp_path, 40, 1, "0.005")).epoch(42)) == 8040
 
 
 def test_the_weights_of_a_mixture_do_not_make_it_tokenised_again(tmp_path: Path) -> None:
-    one, other = (
-        lines(tmp_path, [ROWS["alpaca"]], "a.jsonl"),
-        lines(tmp_path, [ROWS["messages"]], "b.jsonl"),
-    )
-    folders = {
-        prepare(
-            spec_of(f'[{{source = "{one}", weight = {weight}}}, {{source = "{other}"}}]'),
-            tmp_path / "cache",
-        )
-        for weight in (1, 5)
-    }
-    assert len(folders) == 1
+    specs = (spec_of(mixed(tmp_path, 1, 1, weight)) for weight in "15")
+    assert len({prepare(spec, tmp_path / "cache") for spec in specs}) == 1
 
 
 def test_rows_are_truncated_or_dropped_and_counted(tmp_path: Path) -> None:
     digits = "1 2 3 4 5 6 7 8 9 " * 30
-    rows: list[dict[str, Any]] = [
-        {"instruction": "Add.", "output": "They make 5."},
-        {"instruction": "Count.", "output": digits},
-        {"instruction": digits, "output": "Yes."},
-        {"instruction": "Say nothing.", "output": ""},
-        {"instruction": "Say nothing.", "output": None},
+    rows = [
+        *alpaca(FIVE),
+        *alpaca(digits, instruction="Count."),
+        *alpaca("Yes.", instruction=digits),
+        *alpaca("", None),
     ]
     documents = documents_of(tmp_path, lines(tmp_path, rows), data__sequence_length="64")
     counts = documents.counts
     assert (counts.rows, counts.truncated, counts.dropped, counts.dropped_too_long) == (5, 1, 3, 1)
     assert documents.lengths.tolist()[1] == 64
     assert documents.trained_lengths.min() > 0
-    assert texts(documents, 1)[0].startswith("### Instruction:\nCount.")
-    assert not texts(documents, 1)[1].endswith("<|eos|>")
+    context, trained = texts(documents, 1)
+    assert context.startswith("### Instruction:\nCount.")
+    assert not trained.endswith("<|eos|>")
 
 
 def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path) -> None:
-    place = tmp_path / "hub" / "models--owner--tokenizer"
+    place, commit = tmp_path / "hub" / "models--owner--tokenizer", "a" * 40
     (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("a" * 40)
-    load_tokenizer(tiny().model).save_pretrained(place / "snapshots" / ("a" * 40))
-    (place / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(tiny().model.config))
+    (place / "refs" / "main").write_text(commit)
+    load_tokenizer(tiny().model).save_pretrained(place / "snapshots" / commit)
+    (place / "snapshots" / commit / "config.json").write_text(json.dumps(tiny().model.config))
     code = (
-        "from so_tui.spec import find_preset, with_values; from so_tui_trainer.data.tokens import "
-        "load_tokenizer;"
-        "changes = {'model.revision': 'v2', 'model.tokenizer': 'owner/tokenizer'};"
-        "print(load_tokenizer(with_values(find_preset('tiny').spec, changes).model).eos_token)"
+        "from so_tui_trainer.data.tokens import load_tokenizer\n"
+        "from tests.support.launching import tiny\n"
+        "model = tiny(model__revision='v2', model__tokenizer='owner/tokenizer').model\n"
+        "print(load_tokenizer(model).eos_token)"
     )
-    environment = {
-        **os.environ,
+    cached = {
         "HF_HOME": str(tmp_path),
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": "1",
     }
-    asked = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert asked.stdout == "<|eos|>\n", asked.stderr
+    assert printed("-c", code, env=os.environ | cached) == "<|eos|>\n"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -326,9 +242,8 @@ def test_packing_is_best_fit(lengths: list[int], packed: list[list[int]]) -> Non
 
 
 def test_a_million_documents_are_packed_within_seconds() -> None:
-    lengths = np.clip(
-        np.random.default_rng(0).lognormal(5.5, 0.9, 1_000_000).astype(np.int64), 1, 4096
-    )
+    drawn = np.random.default_rng(0).lognormal(5.5, 0.9, 1_000_000)
+    lengths = np.clip(drawn.astype(np.int64), 1, 4096)
     began = time.process_time()
     sequences = _pack(lengths, 4096)
     assert time.process_time() - began < 8  # about 1

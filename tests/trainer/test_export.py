@@ -1,9 +1,10 @@
 """What an export holds for every architecture, may replace and leaves behind."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,17 +18,18 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
 
 from so_tui.launch.helper_jobs import ExportProgress, in_steps
-from so_tui.runs import create_run, read_spec
+from so_tui.runs import RunDirectory, create_run, read_spec
 from so_tui.runs.directory import run_id
 from so_tui.spec import InputError, ModelSpec, RunSpec
-from so_tui_trainer import export as whole
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import (
     ExportMarker,
     Stage,
     export,
+    of_checkpoint,
     refuse_foreign,
     refuse_without_room,
     replacing,
@@ -45,15 +47,18 @@ from tests.support.models import (
     load_pretrained,
     scaled_down,
 )
-from tests.support.problems import refusal
+from tests.support.problems import refusal, rejected
 
 MARK = ExportMarker(run="r", step=5, version="1")
+IDS = torch.arange(5, 69)[None]
+STOP_ID = 2048
+"""Of ``<|eot|>``, which the embedded tokenizer does not have."""
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): path.read_text()
-        for path in sorted(folder.rglob("*"))
+        for path in folder.rglob("*")
         if path.is_file()
     }
 
@@ -69,21 +74,33 @@ def base_model(folder: Path) -> None:
     (folder / "model.safetensors").write_text("a base model")
 
 
+def with_model(**model: object) -> RunSpec:
+    """Return the tiny preset, whose model is changed."""
+    spec = tiny(data__sequence_length="128")
+    return replace(spec, model=replace(spec.model, **model))
+
+
+def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:
+    """Export a checkpoint of a model in a folder."""
+    checkpoint_of(model, spec, folder / "checkpoint")
+    export(folder / "checkpoint", folder / "model", "r", spec)
+    return folder / "model"
+
+
+def told(run: RunDirectory, folder: Path) -> list[dict[str, Any]]:
+    """Return what the export of a run answers."""
+    return list(_export_run({"run": str(run.path), "to": str(folder / "model")}))
+
+
 @pytest.mark.parametrize("make", [base_model, lambda path: path.write_text("a file")])
 def test_what_is_no_export_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
-    there = tmp_path / "base"
+    there, link = tmp_path / "base", tmp_path / "link"
     make(there)
-    link = tmp_path / "link"
     link.symlink_to(there)
     before = contents(tmp_path)
     for target in (there, link):
-        with pytest.raises(InputError) as caught:
-            export(tmp_path / "no checkpoint", target, "r", tiny())
-        assert (caught.value.problems[0].field, caught.value.problems[0].value) == (
-            "--to",
-            str(there),
-        )
-        assert "empty folder" in caught.value.problems[0].remedy
+        problem = refusal(lambda to=target: export(tmp_path / "none", to, "r", tiny()))  # type: ignore[misc]
+        assert (problem.field, problem.value) == ("--to", str(there))
     assert contents(tmp_path) == before
 
 
@@ -92,23 +109,16 @@ def test_an_empty_folder_and_an_export_are_replaced_whole(tmp_path: Path) -> Non
     folder.mkdir()
     refuse_foreign(folder)
     write(folder, "first")
-    assert json.loads((folder / "so_tui_export.json").read_text()) == {
-        "run": "r",
-        "step": 5,
-        "version": "1",
-    }
     (folder / "gone").touch()
     write(folder, "second")
-    assert (folder / "weights").read_text() == "second"
-    assert not (folder / "gone").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    marker = '{"run":"r","step":5,"version":"1"}'
+    assert contents(tmp_path) == {"model/weights": "second", "model/so_tui_export.json": marker}
 
 
 def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write(folder, "first")
+    write(tmp_path / "model", "first")
     before = contents(tmp_path)
-    with pytest.raises(OSError, match="full"), replacing(folder, MARK):
+    with pytest.raises(OSError, match="full"), replacing(tmp_path / "model", MARK):
         raise OSError("the disk is full")
     assert contents(tmp_path) == before
 
@@ -122,86 +132,83 @@ def test_a_full_disk_is_reported_beforehand(tmp_path: Path) -> None:
 def test_what_was_put_there_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
         base_model(tmp_path / "model")
-    assert contents(tmp_path) == {
-        "model/config.json": "{}",
-        "model/model.safetensors": "a base model",
-    }
+    base_model(tmp_path / "other")
+    assert contents(tmp_path / "model") == contents(tmp_path / "other")
 
 
-@pytest.mark.parametrize("suffix", [".partial", ".old"])
-def test_other_folders_are_no_leftovers_of_an_export(suffix: str, tmp_path: Path) -> None:
-    base_model(tmp_path / f"model{suffix}")
-    before = contents(tmp_path)
-    with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
-        pytest.fail("began to write")
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of other users")
 @pytest.mark.parametrize("suffix", ["", ".partial", ".old"])
-def test_another_users_export_is_not_replaced(suffix: str, tmp_path: Path) -> None:
-    theirs = tmp_path / f"model{suffix}"
-    write(theirs, "theirs")
-    os.chown(theirs, 61_000, 61_000)
+@pytest.mark.parametrize("owner", ["mine", "theirs"])
+def test_other_folders_are_no_leftovers_of_an_export(
+    owner: str, suffix: str, tmp_path: Path
+) -> None:
+    there = tmp_path / f"model{suffix}"
+    if owner == "theirs":
+        if os.geteuid() != 0:
+            pytest.skip("only root can make folders of other users")
+        write(there, "theirs")
+        os.chown(there, 61_000, 61_000)
+    else:
+        base_model(there)
     before = contents(tmp_path)
-    with pytest.raises(InputError) as caught, replacing(tmp_path / "model", MARK):
+    code = "not-your-folder" if owner == "theirs" else "export-would-overwrite"
+    with rejected(code), replacing(tmp_path / "model", MARK):
         pytest.fail("began to write")
-    assert caught.value.problems[0].code == "not-your-folder"
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+TIED = tiny().model.config | {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [*(scaled_down(name).config for name in ONE_OF_EACH.values()), TIED],
+    ids=[*ONE_OF_EACH, "tied"],
+)
 def test_exports_load_silently_and_compute_the_same(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
-    spec = replace(with_model(), model=replace(scaled_down(name), id="builtin:tiny"))
+    spec = with_model(config=shape)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 # Norms and biases are not all ones and zeros.
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    transformers_log = logging.getLogger("transformers")
-    monkeypatch.setattr(transformers_log, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-        loaded, info = load_pretrained(tmp_path / "model")
+        loaded, info = load_pretrained(write_export(spec, model, tmp_path))
     assert [record.getMessage() for record in caplog.records] == []
     assert [str(warning.message) for warning in warned if "transformers" in warning.filename] == []
     assert not any(info.values()), info
     assert loaded.dtype == torch.bfloat16
-    written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
+    written = of_checkpoint(tmp_path / "checkpoint", spec)
     # Not model.bfloat16(), which rounds the frequencies of the rotary embedding too.
     expected: Any = causal_model(loaded.config, dtype=torch.bfloat16)
     expected.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
-    ids = torch.arange(5, 69)[None]
     with torch.no_grad():
         logits, wanted, from_checkpoint = (
-            each.eval()(input_ids=ids).logits for each in (loaded, expected, written)
+            each.eval()(input_ids=IDS).logits for each in (loaded, expected, written)
         )
     assert torch.equal(logits, wanted)
     assert torch.equal(from_checkpoint, wanted)
 
 
-def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
-    spec = tiny()
-    spec = with_model(config=spec.model.config | {"tie_word_embeddings": True})
-    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    checkpoint_of(model, spec, tmp_path)
-    written: Any = whole.of_checkpoint(tmp_path, spec)
-    assert written.lm_head.weight is written.get_input_embeddings().weight
-    ids = torch.arange(5, 69)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(
-            written.eval().float()(input_ids=ids).logits,
-            model.eval()(input_ids=ids).logits,
-            rtol=0.02,
-            atol=0.02,
-        )
+def keeps(spec: RunSpec, model: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
+    """Assert that an export and a model of a checkpoint have tensors that are not trained."""
+    assert kept
+    loaded, info = load_pretrained(write_export(spec, model, folder))
+    assert not any(info.values()), info
+    for found in (loaded, of_checkpoint(folder / "checkpoint", spec)):
+        for name, tensor in kept.items():
+            torch.testing.assert_close(
+                found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01
+            )
 
 
 @pytest.mark.parametrize(
@@ -211,30 +218,17 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     """Buffers, or frozen parameters (ERNIE 4.5), of the weights: no checkpoint has them."""
     torch.manual_seed(0)
     model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
-    trained = {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
     kept = {
         name: torch.rand_like(tensor)
         for name, tensor in model.state_dict().items()
         if name not in trained
     }
-    assert kept
     model.load_state_dict(kept, strict=False)
-    base = tmp_path / "base"
-    model.save_pretrained(base)
-    trained_on = ModelSpec(id=str(base), tokenizer="builtin:tiny")
-    spec = replace(with_model(), model=trained_on)
-    loaded, info = load_pretrained(write_export(spec, model, tmp_path))
-    assert not any(info.values()), info
-    written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
-    for found in (loaded, written):
-        for name, tensor in kept.items():
-            torch.testing.assert_close(
-                found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01
-            )
+    model.save_pretrained(tmp_path / "base")
+    base = ModelSpec(id=str(tmp_path / "base"), tokenizer="builtin:tiny")
+    keeps(replace(with_model(), model=base), model, kept, tmp_path)
 
 
 @pytest.mark.skipif("apertus" not in CONFIG_MAPPING, reason="older transformers do not have it")
@@ -243,48 +237,68 @@ def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) ->
     shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
     spec = with_model(config=shape)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    kept = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
-    assert kept
-    loaded, _ = load_pretrained(write_export(spec, model, tmp_path))
-    for found in (loaded, whole.of_checkpoint(tmp_path / "checkpoint", spec)):
-        for name, tensor in kept.items():
-            assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
+    states = model.state_dict()
+    kept = {name: tensor for name, tensor in model.named_buffers() if name in states}
+    keeps(spec, model, kept, tmp_path)
 
 
-def test_exports_keep_the_settings_of_generation(tmp_path: Path) -> None:
+def chat_model(folder: Path, **generation: object) -> Path:
+    """A model's folder without weights, whose chat template ends answers with another token."""
+    tokenizer: Any = load_tokenizer(tiny().model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    assert tokenizer.convert_tokens_to_ids("<|eot|>") == STOP_ID
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = load_config(tiny().model)
+    config.vocab_size = STOP_ID + 8
+    config.save_pretrained(folder)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "ends"),
+    [
+        (
+            {"eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            [1, STOP_ID],
+        ),
+        # What contradicts itself is left out.
+        (
+            {"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False},
+            {"temperature": GenerationConfig().temperature},  # type: ignore[no-untyped-call]
+            [7, 1, STOP_ID],
+        ),
+        ({}, {}, STOP_ID),
+    ],
+    ids=["settings", "contradicting", "none"],
+)
+def test_exports_keep_the_settings_of_generation(
+    given: dict[str, Any], kept: dict[str, Any], ends: object, tmp_path: Path
+) -> None:
     """They are a file of their own, which weights and configuration know nothing of."""
-    from transformers import GenerationConfig
-
-    base = chat_model(tmp_path / "base")
-    make: Any = GenerationConfig
-    given = make(eos_token_id=1, do_sample=True, temperature=0.6, top_p=0.9)
-    given.save_pretrained(base)
-    made = exported(base, tmp_path)
-    assert (made.do_sample, made.temperature, made.top_p) == (True, 0.6, 0.9)
-    assert made.eos_token_id == [1, STOP_ID]
-    assert exported(base, tmp_path).eos_token_id == [1, STOP_ID]
-
-
-def test_contradicting_generation_settings_are_exported(tmp_path: Path) -> None:
-    base = chat_model(tmp_path / "base")
-    (base / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False})
-    )
-    made = exported(base, tmp_path)
-    assert made.temperature in (None, 1.0)
-    assert made.eos_token_id == [7, 1, STOP_ID]
-    (base / "generation_config.json").unlink()
-    assert exported(base, tmp_path).eos_token_id == STOP_ID
+    base = chat_model(tmp_path / "base", **given)
+    spec = with_model(id=str(base), weights="pretrained", tokenizer="", config={})
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
+    for _ in range(2):
+        folder = write_export(spec, model, tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made: Any = GenerationConfig.from_pretrained(folder)
+        assert {name: getattr(made, name) for name in kept} == kept
+        assert made.eos_token_id == ends
 
 
 def test_a_replaced_checkpoint_is_exported_from_the_newer(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5)
     events = _export_run({"run": str(run.path), "to": str(tmp_path / "model")})
     assert "step 5 " in next(events)["message"]
-    shutil.copytree(run.checkpoints_dir / "step-000005", run.checkpoints_dir / "step-000006")
-    manifest = run.checkpoints_dir / "step-000006" / "checkpoint.json"
+    newer = run.checkpoints_dir / "step-000006"
+    (run.checkpoints_dir / "step-000005").rename(newer)
+    manifest = newer / "checkpoint.json"
     manifest.write_text(manifest.read_text().replace('"step":5,', '"step":6,'))
-    shutil.rmtree(run.checkpoints_dir / "step-000005")
     assert "step 6 " in next(events)["message"]
     last = list(events)[-1]
     assert (last["step"], last["done"]) == (6, True)
@@ -293,26 +307,19 @@ def test_a_replaced_checkpoint_is_exported_from_the_newer(tmp_path: Path) -> Non
 
 def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui_trainer.tools.channel._PROGRESS_S", 0.0)
-    run = run_with_checkpoints(tmp_path, 5)
-    answers = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    told = [
+    progress = [
         msgspec.convert(answer["progress"], ExportProgress)
-        for answer in answers
+        for answer in told(run_with_checkpoints(tmp_path, 5), tmp_path)
         if "progress" in answer
     ]
-    parts = [progress.doing for progress in told]
-    assert parts == sorted(parts), "read, then written"
-    for doing in set(parts):
-        done = [progress.done_bytes for progress in told if progress.doing == doing]
-        assert done == sorted(done)
-    tensors = sum(
-        1 for _ in causal_model(load_config(tiny().model), dtype=torch.float32).named_parameters()
-    )
-    assert {progress.total_tensors for progress in told if progress.doing == "reading"} <= {tensors}
-    written = (tmp_path / "model" / "model.safetensors").stat().st_size
-    assert told[-1].doing == "writing"
-    assert told[-1].done_bytes == told[-1].total_bytes
-    assert 0.9 * written < told[-1].total_bytes <= written
+    order = [(each.doing, each.done_bytes) for each in progress]
+    assert order == sorted(order), "read, then written"
+    model = causal_model(load_config(tiny().model), dtype=torch.float32)
+    tensors = {each.total_tensors for each in progress if each.doing == "reading"}
+    assert tensors <= {len(list(model.named_parameters()))}
+    last, written = progress[-1], (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert (last.doing, last.done_bytes) == ("writing", last.total_bytes)
+    assert 0.9 * written < last.total_bytes <= written
 
 
 def test_a_folder_that_has_its_name_already_is_written(tmp_path: Path) -> None:
@@ -340,46 +347,42 @@ def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
 
 
 def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
-    def at(doing: Literal["reading", "writing"], done: int) -> ExportProgress:
-        return ExportProgress(doing=doing, done_bytes=done, total_bytes=1000)
+    def at(doing: Literal["reading", "writing"], *done: int) -> list[ExportProgress]:
+        return [ExportProgress(doing=doing, done_bytes=each, total_bytes=1000) for each in done]
 
-    read = [at("reading", done) for done in range(0, 1001, 5)]
-    written = [at("writing", done) for done in (0, 50, 1000)]
-    again: list[ExportProgress | str] = [at("writing", 1000), "done", at("writing", 1000), "done"]
-    told = list(in_steps(iter(["exporting step 5", *read, *written, *again]), 10))
-    assert [event for event in told if isinstance(event, str)] == [
+    (end,) = at("writing", 1000)
+    read = at("reading", *range(0, 1001, 5))
+    given: list[ExportProgress | str] = ["exporting step 5", *read, *at("writing", 0, 50, 1000)]
+    given += [end, "done", end, "done"]
+    assert list(in_steps(iter(given), 10)) == [
         "exporting step 5",
+        *at("reading", *range(0, 1001, 100)),
+        *at("writing", 0, 1000),
         "done",
         "done",
-    ]
-    assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [
-        *range(0, 1001, 100),
-        0,
-        1000,
     ]
 
 
 @pytest.mark.slow
-def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
+def test_without_a_network_what_is_in_the_hubs_cache_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compute nodes have none, and every look-up would wait half a minute for it."""
     cached = tmp_path / "hub" / "models--someone--chat"
-    chat_model(cached / "snapshots" / "0123")
+    chat = chat_model(cached / "snapshots" / "0123")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123")
     spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
     run = create_run(spec, tmp_path / "runs")
-    model: Any = causal_model(
-        AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32
-    )
+    model: Any = causal_model(AutoConfig.from_pretrained(chat), dtype=torch.float32)
     checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE"):
-        environment.pop(name, None)
+        monkeypatch.delenv(name, raising=False)
     asked = json.dumps({"run": str(run.path), "to": str(tmp_path / "model")})
     command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
-    done = subprocess.run(
-        command, input=asked, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
     assert "Retrying" not in done.stderr
@@ -389,62 +392,11 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5, 6)
     states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
-    messages = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    assert "step-000006 cannot be used" in messages[0]["message"]
-    assert "rank_00001.states" in messages[0]["message"]
-    assert messages[-1]["step"] == 5
+    first, *_, last = told(run, tmp_path)
+    assert "step-000006 cannot be used" in first["message"]
+    assert "rank_00001.states" in first["message"]
+    assert last["step"] == 5
     assert states.is_file()
     (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
-    problem = refusal(
-        lambda: list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    )
+    problem = refusal(lambda: told(run, tmp_path))
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
-
-
-def with_model(**model: object) -> RunSpec:
-    """Return the tiny preset, whose model is changed."""
-    spec = tiny(data__sequence_length="128")
-    return replace(spec, model=replace(spec.model, **model))
-
-
-def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:
-    """Export a checkpoint of a model in a folder."""
-    checkpoint_of(model, spec, folder / "checkpoint")
-    export(folder / "checkpoint", folder / "model", "r", spec)
-    return folder / "model"
-
-
-STOP_ID = 2048
-"""Of ``<|eot|>``, which the embedded tokenizer does not have."""
-
-
-def chat_model(folder: Path) -> Path:
-    """A model's folder without weights, whose chat template ends answers with another token."""
-    from transformers import AutoTokenizer
-
-    from so_tui.spec import resolve_source
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_source("builtin:tiny"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
-    assert tokenizer.convert_tokens_to_ids("<|eot|>") == STOP_ID
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.role + ': ' + message.content + '<|eot|>' }}{% "
-        "endfor %}"
-    )
-    tokenizer.save_pretrained(folder)
-    config = load_config(tiny().model)
-    config.vocab_size = STOP_ID + 8
-    config.save_pretrained(folder)
-    return folder
-
-
-def exported(base: Path, tmp_path: Path) -> Any:
-    """The generation config of an export of a checkpoint of this model, without a warning."""
-    from transformers import GenerationConfig
-
-    spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
-    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    folder = write_export(spec, model, tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return GenerationConfig.from_pretrained(folder)

@@ -1,4 +1,6 @@
-"""How tokens are chosen and become text, when an answer ends, and what a model is given."""
+"""How a model writes: how tokens are chosen and become text, when an answer ends, what it is given;
+and during training the answers that it gives alone, whatever shares a batch.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,28 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from so_tui.spec import ModelSpec
+from so_tui.runs import create_run
+from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
+from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
-from so_tui_trainer import export
 from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.export import _marker_of, placed
+from so_tui_trainer.export import _marker_of, of_folder, placed
 from so_tui_trainer.generation import (
+    Prompts,
     Writer,
     Written,
+    _batch_of,
     _Detokenizer,
     _next_token,
     _prompt_ids,
     stop_tokens,
 )
 from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
+from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.tools.generate import _base_of, _in_turn, _of_folder
 from tests.support.launching import tiny
 from tests.support.models import causal_model
@@ -41,6 +48,8 @@ from tests.support.problems import refusal
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
 ASKED = Prompt(turns=(Turn("system", "Be brief."), Turn("user", "Add 2 and 3.")))
+TUNED = ModelSpec(id="owner/model", revision="v2")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +61,7 @@ def chat() -> Chat:
 def templated() -> Chat:
     tokenizer: Any = load_tokenizer(tiny().model)
     tokenizer.chat_template = (
-        "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' "
-        "}}{% endfor %}"
+        "{% for m in messages %}<|bos|>{{ m.role }}: {{ m.content }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
     )
     return chat_of(tokenizer)
@@ -62,16 +70,14 @@ def templated() -> Chat:
 @pytest.fixture(scope="module")
 def causal() -> PreTrainedModel:
     torch.manual_seed(1)
-    return placed(
-        causal_model(shape(num_hidden_layers=2, max_position_embeddings=64, initializer_range=0.3)),
-        torch.device("cpu"),
-    )
-
-
-def shape(**changes: object) -> Any:
-    """The embedded model's configuration, changed."""
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 64, "initializer_range": 0.3}
     model = tiny().model
-    return load_config(replace(model, config=model.config | changes))
+    return placed(causal_model(load_config(replace(model, config=model.config | shape))), CPU)
+
+
+@pytest.fixture
+def writer(chat: Chat, causal: PreTrainedModel) -> Writer:
+    return Writer(causal, chat, frozenset())
 
 
 def written(parts: Iterator[str | Written]) -> Written:
@@ -85,19 +91,15 @@ def test_tokens_are_drawn_from_the_most_probable_ones() -> None:
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
     source = torch.Generator().manual_seed(0)
 
-    def drawn(**changes: float) -> Counter[int]:
-        sampling = Sampling(
-            temperature=changes.get("temperature", 1.0), top_p=changes.get("top_p", 1.0)
-        )
+    def drawn(temperature: float = 1.0, top_p: float = 1.0) -> Counter[int]:
+        sampling = Sampling(temperature=temperature, top_p=top_p)
         return Counter(_next_token(logits, sampling, source) for _ in range(2000))
 
-    assert set(drawn(temperature=0)) == {1}
     everything = drawn()
-    assert [everything[token] / 2000 for token in range(4)] == pytest.approx(
-        [0.1, 0.4, 0.3, 0.2], abs=0.05
-    )
+    shares = [everything[token] / 2000 for token in range(4)]
+    assert shares == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=0.05)
+    assert set(drawn(temperature=0)) == set(drawn(top_p=0.01)) == {1}
     assert set(drawn(top_p=0.65)) == {1, 2}
-    assert set(drawn(top_p=0.01)) == {1}
     assert drawn(temperature=0.2)[1] > everything[1]
 
 
@@ -108,98 +110,73 @@ def test_text_comes_in_whole_characters(chat: Chat) -> None:
     assert "".join(pieces) + detokenizer.rest() == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert sum(map(bool, pieces)) > 10
+    cut = _Detokenizer(chat.tokenizer)
+    assert [cut.add(token) for token in chat.tokenizer("🙂")["input_ids"][:2]] == ["", ""]
+    assert cut.rest() == "\ufffd"
 
 
-def test_an_unfinished_character_is_given_at_the_end(chat: Chat) -> None:
-    detokenizer = _Detokenizer(chat.tokenizer)
-    assert [detokenizer.add(token) for token in chat.tokenizer("🙂")["input_ids"][:2]] == ["", ""]
-    assert detokenizer.rest() == "\ufffd"
-
-
-def test_it_writes_what_transformers_generates(chat: Chat, causal: PreTrainedModel) -> None:
-    writer = Writer(causal, chat, frozenset())
+def test_it_writes_what_transformers_generates(writer: Writer) -> None:
     answer = written(writer.write(ASKED, GREEDY))
-    ids = torch.tensor([_prompt_ids(chat, ASKED)])
-    generate: Any = causal.generate
-    expected = generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
-        0, ids.shape[1] :
-    ]
+    ids = torch.tensor([_prompt_ids(writer.chat, ASKED)])
+    generate: Any = writer.causal.generate
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = generate(ids, **options)[0, ids.shape[1] :]
     assert len(set(expected.tolist())) > 4
-    assert answer.text == chat.tokenizer.decode(
+    assert answer.text == writer.chat.tokenizer.decode(
         expected, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     assert (answer.tokens, answer.ended) == (12, "length")
 
 
-def test_the_seed_decides(chat: Chat, causal: PreTrainedModel) -> None:
-    writer = Writer(causal, chat, frozenset())
+def test_the_seed_decides(writer: Writer) -> None:
     first, again, other = (
         written(writer.write(ASKED, Sampling(max_tokens=8, seed=seed))).text for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
-    tokens = list(
-        itertools.islice(
-            Writer(causal, chat, frozenset())._tokens(_prompt_ids(chat, ASKED), GREEDY), 4
-        )
-    )
+def test_when_an_answer_ends(writer: Writer, chat: Chat) -> None:
+    tokens = list(itertools.islice(writer._tokens(_prompt_ids(chat, ASKED), GREEDY), 4))
     assert tokens[3] not in tokens[:3]
-    stopped = written(Writer(causal, chat, frozenset(tokens[3:])).write(ASKED, GREEDY))
+    stopped = written(Writer(writer.causal, chat, frozenset(tokens[3:])).write(ASKED, GREEDY))
     assert (stopped.tokens, stopped.ended) == (4, "stop")
     assert stopped.text == chat.tokenizer.decode(tokens[:3], skip_special_tokens=True)
-    writer = Writer(causal, chat, frozenset())
-    full = written(writer.write(Prompt(text="a " * 50), Sampling(temperature=0, max_tokens=500)))
-    assert full.ended == "context"
-    assert full.tokens + len(_prompt_ids(chat, Prompt(text="a " * 50))) == 64
+    long = Prompt(text="a " * 50)
+    full = written(writer.write(long, Sampling(temperature=0, max_tokens=500)))
+    assert (full.ended, full.tokens + len(_prompt_ids(chat, long))) == ("context", 64)
     asked = iter([False, False, True])
     assert written(writer.write(ASKED, GREEDY, lambda: next(asked)))[1::2] == (2, "cancelled")
-    assert (
-        refusal(lambda: list(writer.write(Prompt(text="a " * 400), GREEDY))).code
-        == "prompt-too-long"
-    )
+    problem = refusal(lambda: list(writer.write(Prompt(text="a " * 400), GREEDY)))
+    assert problem.code == "prompt-too-long"
 
 
 def test_weights_that_are_not_finite_are_found(chat: Chat) -> None:
-    torch.manual_seed(1)
-    broken = placed(causal_model(shape(num_hidden_layers=1)), torch.device("cpu"))
+    broken = placed(causal_model(load_config(tiny().model)), CPU)
     with torch.no_grad():
         next(broken.parameters()).fill_(float("nan"))
-    assert (
-        refusal(lambda: list(Writer(broken, chat, frozenset()).write(ASKED, GREEDY))).code
-        == "logits-not-finite"
-    )
+    problem = refusal(lambda: list(Writer(broken, chat, frozenset()).write(ASKED, GREEDY)))
+    assert problem.code == "logits-not-finite"
 
 
 @pytest.mark.parametrize("layout", ["chat", "templated"])
-def test_questions_are_given_as_in_training(layout: str, request: pytest.FixtureRequest) -> None:
+def test_prompts_are_given_as_in_training(layout: str, request: pytest.FixtureRequest) -> None:
     chat: Chat = request.getfixturevalue(layout)
-    said = [
-        ("system", "Be brief."),
-        ("user", "Add 2 and 3."),
-        ("assistant", "They make 5."),
-        ("user", "And 7?"),
-        ("assistant", "12."),
-    ]
-    (tokens, trained), *_ = Encoder(chat, "last-turn", 256).encode(
-        [_segments(chat, tuple(Message(*turn) for turn in said), "last-turn")]
+    leading = leading_ids(chat.tokenizer)
+    said = (
+        *(Message(turn.role, turn.content) for turn in ASKED.turns),
+        Message("assistant", "They make 5."),
+        Message("user", "And 7?"),
+        Message("assistant", "12."),
     )
-    asked = Prompt(turns=tuple(Turn(role, content) for role, content in said[:-1]))  # type: ignore[arg-type]
-    leading = [] if chat.templated else leading_ids(chat.tokenizer)
+    ((tokens, trained),) = Encoder(chat, "last-turn", 256).encode(
+        [_segments(chat, said, "last-turn")]
+    )
+    asked = Prompt(turns=tuple(Turn(*message[:2]) for message in said[:-1]))  # type: ignore[arg-type]
     context = tokens[: int(np.flatnonzero(trained)[0])].tolist()
-    assert _prompt_ids(chat, asked) == [*leading, *context]
-
-
-def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
-    (tokens, _), *_ = Encoder(chat, "all", 256).encode(
-        [_segments(chat, (Message(TEXT, "Once upon"),), "all")]
-    )
-    for each in (chat, templated):
-        assert _prompt_ids(each, Prompt(text="Once upon")) == [
-            *leading_ids(chat.tokenizer),
-            *tokens[:-1].tolist(),
-        ]
+    assert _prompt_ids(chat, asked) == [*([] if chat.templated else leading), *context]
+    text = (Message(TEXT, "Once upon"),)
+    ((tokens, _),) = Encoder(chat, "all", 256).encode([_segments(chat, text, "all")])
+    assert _prompt_ids(chat, Prompt(text="Once upon")) == [*leading, *tokens[:-1].tolist()]
 
 
 def test_nothing_cannot_be_continued(chat: Chat) -> None:
@@ -208,8 +185,7 @@ def test_nothing_cannot_be_continued(chat: Chat) -> None:
 
 
 def test_answers_end_at_any_known_stop_token(templated: Chat, causal: PreTrainedModel) -> None:
-    eos = templated.tokenizer.eos_token_id
-    assert isinstance(eos, int)
+    eos: Any = templated.tokenizer.eos_token_id
     assert causal.generation_config is not None
     causal.generation_config.eos_token_id = [7, eos]
     assert stop_tokens(templated, causal.generation_config) == {7, eos}
@@ -223,13 +199,10 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
     """A pickle is a program."""
     proof = tmp_path / "proof"
     causal.config.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(
-        b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR."
-    )
-    assert (
-        refusal(lambda: export.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code
-        == "model-unreadable"
-    )
+    program = f"cbuiltins\nopen\n(V{proof}\nVw\ntR.".encode()
+    (tmp_path / "pytorch_model.bin").write_bytes(program)
+    problem = refusal(lambda: of_folder(tmp_path, ModelSpec(id=str(tmp_path))))
+    assert problem.code == "model-unreadable"
     assert not proof.exists()
 
 
@@ -250,49 +223,43 @@ def test_a_damaged_folder_is_named(
     (tmp_path / "tokenizer.json").write_text("[]")
     (tmp_path / name).write_bytes(content)
     model = ModelSpec(id=str(tmp_path))
-    load: Callable[[], object] = (
-        partial(load_tokenizer, model)
-        if code.startswith("tokenizer")
-        else partial(export.of_folder, tmp_path, model)
+    load: Callable[[ModelSpec], object] = (
+        load_tokenizer if code.startswith("tokenizer") else partial(of_folder, tmp_path)
     )
-    assert refusal(load).code == code
+    assert refusal(lambda: load(model)).code == code
     if name == "config.json":
         assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
 
 
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize(
+    ("weights", "field"), [("pretrained", "model.id"), ("random", "model.config")]
+)
 def test_a_contradicting_shape_is_refused(
-    weights: Literal["pretrained", "random"], tmp_path: Path
+    weights: Literal["pretrained", "random"], field: str, tmp_path: Path
 ) -> None:
     shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    problem = refusal(
-        lambda: load_config(ModelSpec(id=str(tmp_path), weights=weights, config=shape))
-    )
-    assert (problem.code, problem.field) == (
-        "model-config-unreadable",
-        "model.config" if weights == "random" else "model.id",
-    )
+    model = ModelSpec(id=str(tmp_path), weights=weights, config=shape)
+    problem = refusal(lambda: load_config(model))
+    assert (problem.code, problem.field) == ("model-config-unreadable", field)
     assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 
 def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTrainedModel) -> None:
     """A kernel on the hub is a program, too."""
     causal.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/kernel"})
-    )
+    path, kernel = tmp_path / "config.json", {"attn_implementation": "someone/kernel"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | kernel))
     model = ModelSpec(id=str(tmp_path))
-    assert export.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
-    assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
+    for loaded in (of_folder(tmp_path, model), meta_model(load_config(model))):
+        assert loaded.config._attn_implementation == "sdpa"
 
 
 def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedModel) -> None:
     folder = tmp_path / "model"
     causal.save_pretrained(folder)
-    marker = _marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
-    (folder / "so_tui_export.json").write_bytes(msgspec.json.encode(marker))
+    marker = msgspec.json.encode(_marker_of("run", 5, TUNED))
+    (folder / "so_tui_export.json").write_bytes(marker)
     load = LoadModel(folder=str(folder), compare=True)
 
     def base() -> ModelSpec:
@@ -305,24 +272,124 @@ def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedM
                 assert step == 5
                 return _base_of(load, model)
 
-    assert base() == ModelSpec(id="owner/model", revision="v2")
+    assert base() == TUNED
     folder.chmod(0o777)
     assert refusal(base).code == "base-model-unknown"
 
 
 def test_the_base_model_is_what_the_training_began_with(tmp_path: Path) -> None:
-    tuned, run = ModelSpec(id="owner/model", revision="v2"), str(tmp_path)
-    assert _base_of(LoadModel(run=run), tuned) == tuned
-    assert _base_of(LoadModel(run=run, base="owner/other"), tuned) == ModelSpec(id="owner/other")
-    assert refusal(lambda: _base_of(LoadModel(run=run), tiny().model)).code == "base-model-unknown"
-    assert _marker_of("run", 5, tuned).base == "owner/model"
+    load, other = LoadModel(run=str(tmp_path)), ModelSpec(id="owner/other")
+    assert _base_of(load, TUNED) == TUNED
+    assert refusal(lambda: _base_of(load, tiny().model)).code == "base-model-unknown"
+    tmp_path.chmod(0o777)  # what others could have written names no download
+    assert refusal(lambda: _base_of(load, TUNED)).code == "base-model-unknown"
+    assert _base_of(replace(load, base="owner/other"), TUNED) == other
+    assert _marker_of("run", 5, TUNED).base == "owner/model"
     assert _marker_of("run", 5, tiny().model).base == ""
 
 
-def test_a_writable_run_names_no_download(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    load = LoadModel(run=str(tmp_path))
-    assert refusal(lambda: _base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"
-    assert _base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(
-        id="owner/model"
+TEXTS = ("One?", "Which process uses a port on this machine?", "Show the disks.")
+
+
+def spec(**changes: str) -> RunSpec:
+    asked = {"prompts__texts": json.dumps(TEXTS), "prompts__max_tokens": "10"}
+    return tiny(**(asked | {"data__sequence_length": "128"} | changes))
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    torch.manual_seed(1)
+    shape = tiny().model
+    small = shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}
+    return TrainedModel(causal_model(load_config(replace(shape, config=small))), "sdpa")
+
+
+@pytest.fixture
+def asked(trained: TrainedModel, single_rank: Ranks) -> Callable[[RunSpec], Asked]:
+    """Ask the prompts of a spec."""
+
+    def ask(prompts: RunSpec) -> Asked:
+        return Prompts(prompts, single_rank, end_to_end=False).ask(trained, attempt=1, step=7)
+
+    return ask
+
+
+@pytest.mark.parametrize("micro_batch", ["1", "4"])
+def test_answers_are_what_the_model_writes_alone(
+    micro_batch: str, trained: TrainedModel, chat: Chat, asked: Callable[[RunSpec], Asked]
+) -> None:
+    eos: Any = chat.tokenizer.eos_token_id
+    writer = Writer(trained.causal, chat, frozenset([eos]))
+    trained.train()
+    found = asked(spec(train__micro_batch=micro_batch))
+    assert (trained.training, found.step) == (True, 7)
+    for text, answer in zip(TEXTS, found.answers, strict=True):
+        prompt = Prompt(turns=(Turn("user", text),))
+        alone = written(writer.write(prompt, Sampling(temperature=0, max_tokens=10)))
+        assert (answer.prompt, answer.text, answer.tokens) == (text, *alone[:2])
+
+
+def test_answers_take_no_more_tokens_than_training(
+    trained: TrainedModel, asked: Callable[[RunSpec], Asked]
+) -> None:
+    shared = spec(
+        train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
     )
+    sizes: list[int] = []
+    watch = trained.register_forward_pre_hook(
+        lambda _, given: sizes.append(given[0].input_ids.numel())
+    )
+    with watch:
+        asked(shared)
+    assert 0 < max(sizes) <= shared.micro_batch_tokens == 256
+
+
+def test_the_seed_of_training_decides_answers(asked: Callable[[RunSpec], Asked]) -> None:
+    before = torch.random.get_rng_state()
+    one, again, two = (
+        asked(spec(prompts__temperature="1", train__seed=seed)).answers for seed in "112"
+    )
+    assert one == again != two
+    assert torch.equal(torch.random.get_rng_state(), before), "training draws as without prompts"
+
+
+def test_a_prompt_needs_room_for_its_answer(asked: Callable[[RunSpec], Asked]) -> None:
+    long = spec(prompts__texts=json.dumps(["word " * 400]))
+    assert refusal(lambda: asked(long)).code == "prompt-too-long"
+
+
+def test_documents_of_one_row_are_told_apart() -> None:
+    batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
+    assert batch.input_ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0]
+    assert batch.position_ids[0, :7].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert batch.boundaries.tolist() == [0, 3, 5, 64]
+    assert batch.predictors.tolist() == [2, 4]
+    rows = _batch_of([[1, 2, 3], [4, 5]], end_to_end=False)
+    assert (rows.input_ids.shape, int(rows.real.sum())) == ((2, 64), 5)
+    assert rows.boundaries.tolist() == [0, 3, 64, 66, 128]
+    assert rows.predictors.tolist() == [2, 65]
+
+
+def asked_at(step: int, text: str = "a") -> Asked:
+    answer = AnsweredPrompt(prompt="p", text=text, tokens=1, stopped=True)
+    return Asked(attempt=1, time=0.0, step=step, seconds=0.1, answers=(answer,))
+
+
+def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None:
+    run = create_run(tiny(), tmp_path)
+    assert read_answers(run).asked == ()
+    for step in range(MOST_ASKED + 5):
+        add_answers(run, asked_at(step))
+    steps = [each.step for each in read_answers(run).asked]
+    assert (len(steps), steps[:2]) == (MOST_ASKED, [0, 6])
+    add_answers(run, asked_at(50, "again"))
+    assert read_answers(run).asked[-1] == asked_at(50, "again")
+    assert read_answers(run).asked[-2].step == 49
+    run.answers_path.write_text('{"asked": [')
+    assert read_answers(run).asked == ()
+    run.answers_path.unlink()
+    run.answers_path.mkdir()  # what cannot be read is not replaced
+    assert read_answers(run).asked == ()
+    with pytest.raises(OSError, match="answers"):
+        add_answers(run, asked_at(1))
+    assert run.answers_path.is_dir()

@@ -30,22 +30,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return _plan()
-
-
 def _plan() -> Plan:
-    changes = {
-        "data__packing": "false",
-        "train__weight_decay": "0.9",
-        "train__learning_rate": "1e-2",
-        "train__steps": "3",
-    }
-    run = replace(
-        spec(gpus="1", offload__mode="superoffload", **changes), model=of_kind("deepseek_v32")
+    run = spec(
+        gpus="1",
+        offload__mode="superoffload",
+        data__packing="false",
+        train__weight_decay="0.9",
+        train__learning_rate="1e-2",
+        train__steps="3",
     )
-    return make_plan(run, inspect_machine())
+    return make_plan(replace(run, model=of_kind("deepseek_v32")), inspect_machine())
 
 
 def _parameters_after_training() -> dict[str, bool]:
@@ -55,26 +49,24 @@ def _parameters_after_training() -> dict[str, bool]:
     ensure_process_group()
     torch.manual_seed(run.train.seed)
     model = build(run, torch.device("cpu"), ds_config(plan))
-    before = {
-        name: superoffload.local_shard(parameter)[0].clone()
-        for name, parameter in model.named_parameters()
-    }
+
+    def shards() -> dict[str, torch.Tensor]:
+        return {
+            name: superoffload.local_shard(parameter)[0].clone()
+            for name, parameter in model.named_parameters()
+        }
+
+    before = shards()
     made, *_ = superoffload.initialize(
         model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan)
     )
     try:
-        batches = Batches(documents(), run, 0)
-        for step in range(1, 4):
-            for batch in batches.micro_batches(step):
-                made.backward(
-                    made(batch, 1 / batches.counts(step).trained_tokens, 0.0), scale_wrt_gas=False
-                )
-                made.step()
+        for batch in Batches(documents(), run, 0).iterate(1, 3):
+            loss = made(batch, 1 / batch.counts.trained_tokens, 0.0)
+            made.backward(loss, scale_wrt_gas=False)
+            made.step()
         superoffload.synchronize(made)
-        return {
-            name: torch.equal(superoffload.local_shard(parameter)[0], before[name])
-            for name, parameter in model.named_parameters()
-        }
+        return {name: torch.equal(shard, before[name]) for name, shard in shards().items()}
     finally:
         superoffload.close(made)
 
@@ -90,17 +82,14 @@ def test_training_changes_everything_but_the_indexers() -> None:
     assert {name for name, same in unchanged.items() if same} == indexers
 
 
-def test_plans_count_what_indexers_leave_untrained(plan: Plan) -> None:
-    tensors = [
-        tensor
-        for block in plan.spec.model.parameters
-        for tensor in block.tensors
+def test_plans_count_what_indexers_leave_untrained() -> None:
+    plan = _plan()
+    tensors = [tensor for block in plan.spec.model.parameters for tensor in block.tensors]
+    assert {
+        tensor.name.rpartition("indexer.")[2]: (tensor.decay, tensor.kind)
+        for tensor in tensors
         if ".indexer." in tensor.name
-    ]
-    kinds = {
-        tensor.name.rpartition("indexer.")[2]: (tensor.decay, tensor.kind) for tensor in tensors
-    }
-    assert kinds == {
+    } == {
         "wq_b.weight": (False, "linear"),
         "wk.weight": (False, "linear"),
         "k_norm.weight": (False, "other"),
@@ -109,7 +98,6 @@ def test_plans_count_what_indexers_leave_untrained(plan: Plan) -> None:
     }
     layers, hidden, latent, heads, width = 4, 128, 48, 2, 32
     each = latent * heads * width + hidden * width + 2 * width + hidden * heads
-    assert facts_of(plan.warnings, IndexersUntrained) == [
-        IndexersUntrained(parameters=layers * each)
-    ]
+    facts = [IndexersUntrained(parameters=layers * each)]
+    assert facts_of(plan.warnings, IndexersUntrained) == facts
     assert not facts_of(make_plan(spec(gpus="1"), inspect_machine()).warnings, IndexersUntrained)

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from so_tui_trainer.model.weights import (
 from tests.support.launching import tiny
 from tests.support.models import load_pretrained, saved
 from tests.support.problems import refusal
+from tests.support.python_path import printed
 
 
 @pytest.fixture
@@ -49,48 +48,38 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "model.safetensors").unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(
-            256, (experts, rows, inputs // 32, 16), dtype=torch.uint8
-        )
-        tensors[f"{name}_scales"] = torch.randint(
-            100, 130, (experts, rows, inputs // 32), dtype=torch.uint8
-        )
+        size = (experts, rows, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*size, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(100, 130, size, dtype=torch.uint8)
     halves = {
-        name: f"model-0000{1 + (index % 3 == 0)}-of-00002.safetensors"
-        for index, name in enumerate(sorted(tensors))
+        name: f"model-{index % 3 == 0:d}.safetensors" for index, name in enumerate(sorted(tensors))
     }
     for file in set(halves.values()):
-        save_file(
-            {name: tensor for name, tensor in tensors.items() if halves[name] == file},
-            folder / file,
-            metadata={"format": "pt"},
-        )
+        part = {name: tensor for name, tensor in tensors.items() if halves[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": halves}))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    quantise(folder, "mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
     return folder
 
 
+def quantise(folder: Path, method: str, **more: object) -> None:
+    path = folder / "config.json"
+    written = {"quantization_config": {"quant_method": method, **more}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | written))
+
+
 def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
+    spec = ModelSpec(id=str(packed))
     source = {name: stored.read() for name, stored in read_index(packed).items()}
-    folder = weights_folder(ModelSpec(id=str(packed)))
-    found = {name: stored.read() for name, stored in read_index(folder).items()}
-    for name, tensor in found.items():
-        if name in source:
-            assert torch.equal(tensor, source[name]), name
-        else:
-            expected = convert_moe_packed_tensors(
-                source[f"{name}_blocks"], source[f"{name}_scales"]
-            )
-            assert torch.equal(tensor, expected), name
-    refuse_mismatch(
-        match_weights(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)),
-        ModelSpec(id=str(packed)),
-    )
+    folder = weights_folder(spec)
+    for name, stored in read_index(folder).items():
+        expected = (
+            source[name]
+            if name in source
+            else convert_moe_packed_tensors(source[f"{name}_blocks"], source[f"{name}_scales"])
+        )
+        assert torch.equal(stored.read(), expected), name
+    refuse_mismatch(match_weights(meta_model(load_config(spec)), read_index(folder)), spec)
     model, info = load_pretrained(folder)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -123,9 +112,7 @@ def test_a_full_disk_is_reported_beforehand(packed: Path, monkeypatch: pytest.Mo
 
 
 def test_other_quantisations_are_refused(packed: Path) -> None:
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (packed / "config.json").write_text(json.dumps(config))
+    quantise(packed, "fp8")
     assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "weights-quantised"
 
 
@@ -135,11 +122,8 @@ def test_prepare_does_what_a_first_run_would(packed: Path) -> None:
     request = json.dumps({"spec": spec_tree(spec)})
 
     def answers(tool: str) -> list[dict[str, object]]:
-        command = [sys.executable, "-m", f"so_tui_trainer.tools.{tool}"]
-        done = subprocess.run(
-            command, input=request, capture_output=True, text=True, check=True, timeout=300
-        )
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        lines = printed("-m", f"so_tui_trainer.tools.{tool}", given=request).splitlines()
+        return [json.loads(line) for line in lines]
 
     assert "so-tui prepare" in str(answers("check_inputs")[-1]["warnings"])
     said = answers("prepare")

@@ -1,10 +1,14 @@
-"""Files and folders that people have: each kind is read, and every text as it is written."""
+"""Files and folders that people have: each kind is read, every text as it is written, and what
+cannot be used is named with its row.
+"""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import json
+import os
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,41 +17,45 @@ from typing import Any
 import datasets
 import pytest
 
-from tests.support.rows import ROWS, documents_of, lines, source_refusal, texts
+from tests.support.launching import tiny
+from tests.support.rows import (
+    ROWS,
+    alpaca,
+    answers,
+    documents_of,
+    lines,
+    source_refusal,
+    texts,
+    turns,
+)
+
+Rows = list[dict[str, Any]]
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]], delimiter: str = ",") -> None:
+def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> None:
+    path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
 
 
-def write_gzip(path: Path, rows: list[dict[str, Any]]) -> None:
-    with gzip.open(path, "wt") as file:
-        file.write("\n".join(map(json.dumps, rows)))
+def _write_folder(path: Path, rows: Rows) -> None:
+    for number, row in enumerate(rows, 1):
+        lines(path, [row], f"train-{number}.jsonl")
 
 
-def _write_tsv_folder(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.mkdir()
-    write_csv(path / "rows.tsv", rows, "\t")
-
-
-def _write_folder(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.mkdir()
-    lines(path, rows[:1], "train-1.jsonl")
-    lines(path, rows[1:], "train-2.jsonl")
-
-
-WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], object]] = {
+WRITERS: dict[str, Callable[[Path, Rows], object]] = {
     "rows.jsonl": lambda path, rows: lines(path.parent, rows, path.name),
     "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
     "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
-    "rows.csv": lambda path, rows: write_csv(path, rows),
+    "rows.csv": write_csv,
     "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
     "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
-    "folder of tsv": _write_tsv_folder,
-    "rows.jsonl.gz": write_gzip,
+    "folder of tsv": lambda path, rows: write_csv(path / "rows.tsv", rows, "\t"),
+    "rows.jsonl.gz": lambda path, rows: path.write_bytes(
+        gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    ),
     "folder": _write_folder,
     "saved": lambda path, rows: datasets.DatasetDict(
         train=datasets.Dataset.from_list(rows)
@@ -57,64 +65,30 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], object]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_and_folder_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    rows = [ROWS["alpaca"], ROWS["alpaca"] | {"output": "Five."}]
-    WRITERS[name](tmp_path / name, rows)
-    documents = documents_of(tmp_path, tmp_path / name)
-    assert [texts(documents, index)[1] for index in range(2)] == [
-        "They make 5.<|eos|>",
-        "Five.<|eos|>",
-    ]
+    WRITERS[name](tmp_path / name, alpaca("They make 5.", "Five."))
+    assert answers(tmp_path, tmp_path / name) == ["They make 5.", "Five."]
 
 
-def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) -> None:
-    answers = ["007", "5", "None", "NA", "true", "1.50"]
-    dates = ["2021-01-01", "2022-02-02"]
-    write_csv(tmp_path / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
-    write_csv(
-        tmp_path / "gaps.csv", [{"instruction": "a", "output": answer} for answer in ("5", "", "7")]
-    )
-    lines(tmp_path, [ROWS["alpaca"] | {"output": date} for date in dates], "dates.jsonl")
-    lines(
-        tmp_path,
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": "When?"},
-                    {"role": "assistant", "content": dates[0]},
-                ]
-            }
-        ],
-        "turns.jsonl",
-    )
-    lines(
-        tmp_path,
-        [{"instruction": "a", "output": answer} for answer in (5, 2.5, 1e-3)],
-        "numbers.jsonl",
-    )
-    lines(
-        tmp_path,
-        [{"instruction": "a", "output": answer} for answer in (True, False)],
-        "truths.jsonl",
-    )
-    said_numbers = [{"role": "user", "content": 1.5}, {"role": "assistant", "content": 3}]
-    lines(tmp_path, [{"messages": said_numbers}], "said.jsonl")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    write_csv(folder / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
-    for name, said in (
-        ("rows.csv", answers),
-        ("gaps.csv", ["5", "7"]),
-        ("dates.jsonl", dates),
-        ("turns.jsonl", dates[:1]),
-        ("numbers.jsonl", ["5", "2.5", "0.001"]),
-        ("truths.jsonl", ["true", "false"]),
-        ("said.jsonl", ["3"]),
-        ("folder", answers),
-    ):
-        documents = documents_of(tmp_path, tmp_path / name)
-        assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [
-            f"{answer}<|eos|>" for answer in said
-        ]
+WORDS, DATES = ["007", "5", "None", "NA", "true", "1.50"], ["2021-01-01", "2022-02-02"]
+VERBATIM: dict[str, tuple[Rows, list[str]]] = {
+    "rows.csv": (alpaca(*WORDS), WORDS),
+    "folder/rows.csv": (alpaca(*WORDS), WORDS),
+    "gaps.csv": (alpaca("5", "", "7"), ["5", "7"]),
+    "dates.jsonl": (alpaca(*DATES), DATES),
+    "turns.jsonl": ([{"messages": turns("When?", DATES[0])}], DATES[:1]),
+    "numbers.jsonl": (alpaca(5, 2.5, 1e-3), ["5", "2.5", "0.001"]),
+    "truths.jsonl": (alpaca(True, False), ["true", "false"]),
+    "said.jsonl": ([{"messages": turns(1.5, 3)}], ["3"]),
+}
+
+
+@pytest.mark.parametrize("name", VERBATIM)
+def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path, name: str) -> None:
+    rows, said = VERBATIM[name]
+    path = tmp_path / name
+    (write_csv if path.suffix == ".csv" else WRITERS["rows.jsonl"])(path, rows)
+    source = path.parent if name.startswith("folder") else path
+    assert answers(tmp_path, source) == said
 
 
 @pytest.mark.parametrize(
@@ -122,36 +96,23 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
 )
 def test_columns_of_later_rows_are_read_too(tmp_path: Path, later: dict[str, str]) -> None:
     """``datasets`` takes the columns of a JSON file and their types from its first 10 MB."""
-    early: dict[str, Any] = {"instruction": "Add.", "input": None, "output": 5}
+    (early,) = alpaca(5, input=None)
     rows = [early | {"filler": "x" * 1_000_000}] * 11 + [early | {"filler": ""} | later]
     documents = documents_of(tmp_path, lines(tmp_path, rows))
-    assert [texts(documents, index)[1] for index in (0, 11)] == [
-        "5<|eos|>",
-        f"{later.get('output', 5)}<|eos|>",
-    ]
-    context = texts(documents, 11)[0]
+    assert texts(documents, 0)[1] == "5<|eos|>"
+    context, said = texts(documents, 11)
+    assert said == f"{later.get('output', 5)}<|eos|>"
     assert ("1 and 4" in context, context.startswith("Be kind.")) == (
         "input" in later,
         "system" in later,
     )
 
 
-def test_files_of_a_folder_may_differ_in_their_columns(tmp_path: Path) -> None:
-    folder = tmp_path / "many"
-    folder.mkdir()
-    lines(folder, [ROWS["alpaca"]], "a.jsonl")
-    (folder / "b.json").write_text(json.dumps([ROWS["alpaca"] | {"id": 7, "output": "Five."}]))
-    documents = documents_of(tmp_path, folder)
-    assert [texts(documents, index)[1] for index in (0, 1)] == [
-        "They make 5.<|eos|>",
-        "Five.<|eos|>",
-    ]
-
-
-def test_files_of_a_folder_may_differ_in_their_layout(tmp_path: Path) -> None:
-    folder = tmp_path / "many"
-    folder.mkdir()
-    names = ("alpaca", "messages", "sharegpt")
+def test_files_of_a_folder_may_differ_in_columns_and_layout(tmp_path: Path) -> None:
+    lines(tmp_path / "columns", alpaca("One."), "a.jsonl")
+    (tmp_path / "columns" / "b.json").write_text(json.dumps(alpaca("Two.", id=7)))
+    assert answers(tmp_path, tmp_path / "columns") == ["One.", "Two."]
+    folder, names = tmp_path / "layouts", ("alpaca", "messages", "sharegpt")
     each = [documents_of(tmp_path, lines(folder, [ROWS[name]], f"{name}.jsonl")) for name in names]
     documents = documents_of(tmp_path, folder)
     assert [texts(documents, index) for index in range(3)] == [texts(one) for one in each]
@@ -160,25 +121,26 @@ def test_files_of_a_folder_may_differ_in_their_layout(tmp_path: Path) -> None:
 
 
 def test_real_times_in_other_columns_are_no_trouble(tmp_path: Path) -> None:
-    row = ROWS["alpaca"] | {"created": datetime(2021, 1, 1, tzinfo=UTC)}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
-    assert texts(documents_of(tmp_path, tmp_path / "rows.parquet"))[1] == "They make 5.<|eos|>"
-    rows = lines(tmp_path, [ROWS["alpaca"] | {"created": "2021-01-01 10:00:00"}])
-    assert texts(documents_of(tmp_path, rows))[1] == "They make 5.<|eos|>"
+    datasets.Dataset.from_list(alpaca("One.", created=datetime(2021, 1, 1, tzinfo=UTC))).to_parquet(
+        tmp_path / "rows.parquet"
+    )
+    assert answers(tmp_path, tmp_path / "rows.parquet") == ["One."]
+    rows = lines(tmp_path, alpaca("One.", created="2021-01-01 10:00:00"))
+    assert answers(tmp_path, rows) == ["One."]
 
 
 def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
     for name in ("a.jsonl", "b.jsonl", "train-and-more.txt", ".hidden.json"):
-        lines(tmp_path, [ROWS["alpaca"]], name)
-    datasets.Dataset.from_list([ROWS["alpaca"]]).to_parquet(tmp_path / "c.parquet")
-    (warning,) = documents_of(tmp_path / "cache", tmp_path).warnings
+        lines(folder, [ROWS["alpaca"]], name)
+    datasets.Dataset.from_list([ROWS["alpaca"]]).to_parquet(folder / "c.parquet")
+    (warning,) = documents_of(tmp_path, folder).warnings
     assert "c.parquet (" in warning
-    lines(tmp_path, [ROWS["alpaca"]], "my-train.jsonl")
-    (warning,) = documents_of(tmp_path / "cache", tmp_path).warnings
+    lines(folder, [ROWS["alpaca"]], "my-train.jsonl")
+    (warning,) = documents_of(tmp_path, folder).warnings
     assert "not read: a.jsonl, b.jsonl, c.parquet" in warning
-    only = tmp_path / "only"
-    only.mkdir()
-    assert not documents_of(tmp_path, lines(only, [ROWS["alpaca"]], "train.jsonl").parent).warnings
+    only = lines(tmp_path / "only", [ROWS["alpaca"]], "train.jsonl").parent
+    assert not documents_of(tmp_path, only).warnings
 
 
 @pytest.mark.parametrize(
@@ -190,19 +152,16 @@ def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_split_is_named(tmp_path: Path, split: str, code: str) -> None:
-    problem = source_refusal(
-        lines(tmp_path, [ROWS["alpaca"] | {"split": "a"}]), tmp_path, data__split=split
-    )
+    rows = lines(tmp_path, alpaca("One.", split="a"))
+    problem = source_refusal(rows, tmp_path, data__split=split)
     assert (problem.code, problem.field, problem.value) == (code, "data.split", split)
 
 
 def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     folder = tmp_path / "many"
-    (folder / "easy").mkdir(parents=True)
-    (folder / "hard").mkdir()
     lines(folder / "easy", [ROWS["alpaca"]] * 4, "train.jsonl")
-    lines(folder / "hard", [ROWS["alpaca"] | {"output": "Five."}] * 6, "train.jsonl")
-    lines(folder / "hard", [ROWS["alpaca"] | {"output": "Held out."}], "test.jsonl")
+    lines(folder / "hard", alpaca(*["Five."] * 6), "train.jsonl")
+    lines(folder / "hard", alpaca("Held out."), "test.jsonl")
     subsets = [
         {
             "config_name": name,
@@ -211,21 +170,184 @@ def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
         for name, splits in (("easy", ["train"]), ("hard", ["train", "test"]))
     ]
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(subsets)}\n---\n")
-    half = documents_of(tmp_path, folder, data__subset="hard", data__split="train[:50%]")
-    assert half.counts.rows == 3
-    assert texts(half)[1] == "Five.<|eos|>"
-    assert (
-        texts(documents_of(tmp_path, folder, data__subset="hard", data__split="test"))[1]
-        == "Held out.<|eos|>"
-    )
+    for split, said in (("train[:50%]", ["Five."] * 3), ("test", ["Held out."])):
+        assert answers(tmp_path, folder, data__subset="hard", data__split=split) == said
     assert source_refusal(folder, tmp_path).code == "data-subset-unknown"
-    assert (
-        source_refusal(folder, tmp_path, data__subset="easy", data__split="validation").code
-        == "data-split-unknown"
-    )
+    absent = source_refusal(folder, tmp_path, data__subset="easy", data__split="validation")
+    assert absent.code == "data-split-unknown"
     of_file = source_refusal(folder / "hard" / "test.jsonl", tmp_path, data__subset="hard")
     assert (of_file.code, of_file.field, of_file.value) == (
         "data-subset-of-file",
         "data.subset",
         "hard",
     )
+
+
+GOOD = json.dumps(ROWS["alpaca"])
+DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
+NINES = "9" * 5000
+NARRATOR = (
+    '{"messages": [{"role": "user", "content": "a"}]}\n'
+    '{"messages": [{"role": "narrator", "content": "b"}]}'
+)
+
+
+def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    long_prompt = lines(tmp_path, alpaca("Yes.", instruction="1 2 3 4 5 6 7 8 9 " * 30))
+    problem = source_refusal(long_prompt, tmp_path, data__sequence_length="64")
+    assert problem.code == "data-prompts-too-long"
+    assert source_refusal(lines(tmp_path, alpaca("")), tmp_path).code == "data-nothing-trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("rows.jsonl", '{"question": "a", "answer": "b"}', "data-columns-unknown"),
+        ("rows.txt", "anything", "data-file-type-unknown"),
+        ("rows.json", '[{"instruction": "a", "output": "b"},', "data-source-unreadable"),
+        ("rows.jsonl", "[1, 2]\n3", "data-source-unreadable"),
+        ("rows.jsonl", "", "data-source-empty"),
+        ("rows.jsonl", "\n\n  \n", "data-source-empty"),
+        ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-source-unreadable"),
+        ("rows.parquet", "no parquet", "data-source-unreadable"),
+        ("rows.json", "[]", "data-source-empty"),
+        ("rows.csv", "instruction,output\n", "data-source-empty"),
+        ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
+        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], "data-source-unreadable"),
+    ],
+)
+def test_an_unusable_file_is_named(
+    tmp_path: Path, name: str, content: str | bytes, code: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    problem = source_refusal(path, tmp_path)
+    assert (problem.code, problem.field, problem.value) == (code, "data.source", str(path))
+
+
+def nested(opening: str, closing: str, levels: int) -> str:
+    return f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "row"),
+    [
+        ("rows.json", "not json at all", "data-row-not-json", 1),
+        ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', "data-row-not-json", 3),
+        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', "data-row-not-json", 2),
+        ("rows.jsonl.gz", f'{GOOD}\n{{"instruction": "a"', "data-row-not-json", 2),
+        ("rows.jsonl", nested("[", "]", 3_000), "data-row-too-deep", 3),
+        ("rows.jsonl", nested('{"a":', "}", 50_000), "data-row-too-deep", 3),
+        ("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]", "data-row-too-deep", None),
+        ("rows.json.gz", f"[\n{DEEP}]", "data-row-too-deep", None),
+        ("rows.jsonl", f'{{"messages": {NINES}}}\n', "data-row-unreadable", 1),
+        ("rows.jsonl", json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable", 1),
+        (
+            "rows.jsonl",
+            '{"instruction": "a", "output": 1}\n{"instruction": "a", "output": "x"}\n{"instruct',
+            "data-row-not-json",
+            3,
+        ),
+        (
+            "rows.jsonl",
+            f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"\n',
+            "data-number-too-long",
+            1,
+        ),
+        ("folder/b.jsonl", f'{GOOD}\n{{"instruction": "a"', "data-row-not-json", 2),
+        ("folder/b.jsonl.gz", f"{GOOD}\n{DEEP}\n", "data-row-too-deep", 2),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_row_that_is_no_json_or_too_deep_or_long_is_named(
+    name: str, content: str, code: str, row: int | None, tmp_path: Path
+) -> None:
+    """In a folder that is given by a link, the row is named by the link."""
+    path, folder = tmp_path / name, tmp_path / "far" / "away"
+    folder.mkdir(parents=True)
+    (folder / "dataset_info.json").write_text('{\n "description": "what is in it"\n}')
+    (tmp_path / "folder").symlink_to(folder)
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    problem = source_refusal(path.parent if path.parent != tmp_path else path, tmp_path)
+    assert (problem.code, problem.value) == (code, f"{path}, row {row}" if row else str(path))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.write(f"{GOOD}\n".encode())
+        file.truncate(8 << 30)  # sparse: it takes no space
+    begun = time.process_time()
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-too-long", f"{tmp_path / name}, row 2")
+    assert time.process_time() - begun < 5, "8 GiB are not read"
+
+
+def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(40):
+            file.write(bytes(1 << 20))
+    assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
+
+
+def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for name in ("rows.jsonl", "zero.jsonl"):
+        assert source_refusal(tmp_path / name, tmp_path).code == "data-source-not-a-file"
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "column"),
+    [
+        (f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}', 2, "output"),
+        ('{"instruction": {"a": 1}, "output": "b"}', 1, "instruction"),
+        (NARRATOR, 2, "messages[0].role"),
+        ('{"messages": [{"speaker": "a", "words": "b"}]}', 1, "messages[0]"),
+        ('{"messages": [{"role": "user", "content": [{"type": 1}]}]}', 1, "messages[0].content"),
+        (json.dumps(ROWS["messages"] | {"tools": "a"}), 1, "tools"),
+        (f'{GOOD[:-1]}, "history": [["a"]]}}', 1, "history[0]"),
+        ('{"messages": "a"}', 1, "messages"),
+    ],
+)
+def test_an_unreadable_column_is_named(tmp_path: Path, content: str, row: int, column: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    problem = source_refusal(path, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-unreadable", f"{path}, row {row}")
+    assert problem.message.startswith(f"column {column}: ")
+
+
+def test_an_unwritable_hub_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "/proc/none/datasets"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
+        monkeypatch.delenv("HF_HOME", raising=False)
+        monkeypatch.setenv(variable, "/proc/none")
+        problem = source_refusal(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
+        assert (problem.code, problem.field, problem.value) == ("cache-unwritable", named, folder)
+
+
+def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
+    problem = source_refusal(tmp_path / "absent.jsonl", tmp_path)
+    assert problem.code == "data-source-missing"
+    assert "Errno" not in problem.message
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        assert source_refusal(tmp_path / "empty", tmp_path).code == "data-source-unreadable"
+        (tmp_path / "empty" / "dataset_info.json").write_text('{"description": "no rows"}')
+
+
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(tiny().model.config))
+    rows = lines(tmp_path, [ROWS["alpaca"]])
+    for name, code in (("config", "files-missing"), ("absent", "folder-missing")):
+        folder = str(tmp_path / name)
+        problem = source_refusal(rows, tmp_path, model__tokenizer=folder)
+        assert (problem.code, problem.field, problem.value) == (
+            f"tokenizer-{code}",
+            "model.tokenizer",
+            folder,
+        )

@@ -1,12 +1,14 @@
 """Trackers beside a run: event files, and trackers that fail or hang with a warning only."""
 
+from __future__ import annotations
+
+import re
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,108 +33,53 @@ from so_tui_trainer.recorder import (
 from tests.support.launching import of_kind, records, tiny
 from tests.support.records import step_record
 
-Event = tuple[int, dict[str, float], bool]
-"""Step, scalars by tag, and whether a session starts, which takes back what is not older."""
-
-
 step = partial(step_record, mfu=None, gradient_norm=None)
 """Of a GPU without a known peak, where nothing was clipped."""
 
 
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at
+def content(folder: Path) -> bytes:
+    """Return the content of the one event file."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    return path.read_bytes()
 
 
-def fields(message: bytes) -> list[tuple[int, int | bytes]]:
-    """The fields of a protocol buffer message, by number."""
-    found: list[tuple[int, int | bytes]] = []
-    at = 0
-    while at < len(message):
-        key, at = varint(message, at)
-        if key & 7 == 0:
-            value, at = varint(message, at)
-            found.append((key >> 3, value))
-            continue
-        size, at = {1: (8, at), 5: (4, at)}.get(key & 7) or varint(message, at)
-        found.append((key >> 3, message[at : at + size]))
-        at += size
-    return found
+@pytest.fixture
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)
 
 
-def events(path: Path) -> list[Event]:
-    """Return the events of a file, after checking every checksum."""
-    data, at, found = path.read_bytes(), 0, []
-
-    def checked(size: int) -> bytes:
-        nonlocal at
-        content, expected = (
-            data[at : at + size],
-            struct.unpack("<I", data[at + size : at + size + 4])[0],
-        )
-        rotated = (expected - 0xA282EAD8) & 0xFFFFFFFF
-        assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == _crc32c(content)
-        at += size + 4
-        return content
-
-    while at < len(data):
-        message: dict[int, Any] = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
-        values: list[dict[int, Any]] = [
-            dict(fields(value))
-            for _, value in fields(message.get(5, b""))
-            if isinstance(value, bytes)
-        ]
-        scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
-        found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))
-    return found
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("events.out.tfevents.*"))
-
-
+@pytest.mark.usefixtures("_clock")
 def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
+    """The bytes are what the real TensorBoard reads (tests/system)."""
     assert _crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
-    file = _EventFile(tmp_path)
-    file.scalars({"train/loss": 2.5, "train/learning_rate": 1e-5}, 300, 1.7e9)
+    file = _EventFile(tmp_path, purge_after=5)
+    file.scalars({"loss": 2.5, "rate": 1e-5}, 300, 1.7e9)
     file.close()
-    (path,) = files_of(tmp_path)
-    # The length of the first event (time and "brain.Event:2") and its checksum: how every event
-    # file begins.
-    assert path.read_bytes()[:12] == bytes.fromhex("1800000000000000a37f4b22")
-    assert [event[0] for event in events(path)] == [0, 300]
-    assert events(path)[1][1] == {"train/loss": 2.5, "train/learning_rate": pytest.approx(1e-5)}
-
-
-def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
-    written = (
-        ResumedRecord(attempt=1, time=0.0, step=5),
-        step(6),
-        EvaluationRecord(attempt=1, time=0.0, step=6, loss=1.5, tokens=9),
+    assert content(tmp_path).hex() == (
+        "1800000000000000a37f4b220900000040fc54d9411a0d627261696e2e4576656e743a32eced8f9d0f000000"
+        "000000006d532b090900000040fc54d94110063a0208011eff125e2800000000000000ff70164a0900000040"
+        "fc54d94110ac022a1a0a0b0a046c6f737315000020400a0b0a047261746515acc527378a3ad5cb"
     )
-    _log_to_tensorboard(tmp_path, iter(written))
-    (path,) = files_of(tmp_path)
-    _, session, trained, evaluated = events(path)
-    assert (session[0], session[2]) == (6, True)
-    assert trained[1]["train/loss"] == 2.0
-    assert evaluated[1] == {
-        "evaluation/loss": 1.5,
-        "evaluation/tokens": 9.0,
-        "evaluation/seconds": 0.0,
-    }
+
+
+@pytest.mark.usefixtures("_clock")
+def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
+    resumed = ResumedRecord(attempt=1, time=0.0, step=5)
+    evaluation = EvaluationRecord(attempt=1, time=3.0, step=6, loss=1.5, tokens=9)
+    _log_to_tensorboard(tmp_path / "logged", iter((resumed, step(6), evaluation)))
+    file = _EventFile(tmp_path / "written", purge_after=5)
+    file.scalars(_figures(step(6)), 6, step(6).time)
+    evaluated = {"loss": 1.5, "tokens": 9.0, "seconds": 0.0}
+    file.scalars({f"evaluation/{name}": value for name, value in evaluated.items()}, 6, 3.0)
+    file.close()
+    assert content(tmp_path / "logged") == content(tmp_path / "written")
 
 
 def test_figures_are_what_is_known_of_a_step() -> None:
     found = _figures(step(3))
     assert found["train/loss"] == 2.0
-    assert (
-        not {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"}
-        & found.keys()
-    )
+    unknown = {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"}
+    assert not unknown & found.keys()
 
 
 class Fickle:
@@ -156,27 +103,24 @@ class Fickle:
         self._part("close")
 
 
-def recorded(
-    run: RunDirectory, tracker: Fickle, count: int
-) -> tuple[Recorder, list[MetricRecord], float]:
+def recorded(run: RunDirectory, tracker: Fickle, count: int) -> tuple[Recorder, list[MetricRecord]]:
     recorder = Recorder(MetricsWriter(run, 1), 1)
     recorder.track({"Fickle": tracker.track})
     began = time.monotonic()
     for number in range(1, count + 1):
         recorder.write(step(number))
-    seconds = time.monotonic() - began
+    assert time.monotonic() - began < 5
     time.sleep(0.1)
     recorder.end_tracking()
     recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=count))
     recorder.close()
-    return recorder, records(run), seconds
+    return recorder, records(run)
 
 
 @pytest.mark.parametrize("part", ["start", "write", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_no_more(tmp_path: Path, part: str) -> None:
-    recorder, found, _ = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
-    warnings = of_kind(found, WarningRecord)
-    assert [warning.message for warning in warnings] == [
+    recorder, found = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
+    assert [warning.message for warning in of_kind(found, WarningRecord)] == [
         f"Fickle ConnectionError: no {part}; nothing more is sent there"
     ]
     assert [record.step for record in of_kind(found, StepRecord)] == list(range(1, 21))
@@ -190,21 +134,19 @@ def test_a_tracker_that_hangs_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
-    tracker = Fickle(hangs=part)
-    recorder, found, seconds = recorded(
-        RunDirectory(tmp_path), tracker, 9 if part == "close" else 50
-    )
-    warnings = of_kind(found, WarningRecord)
-    assert len(warnings) == 1
-    assert ("did not finish" if part == "close" else "has not answered") in warnings[0].message
+    tracker, count, said = Fickle(hangs=part), 50, "has not answered"
+    if part == "close":
+        count, said = 9, "did not finish"
+    recorder, found = recorded(RunDirectory(tmp_path), tracker, count)
+    (warning,) = of_kind(found, WarningRecord)
+    assert said in warning.message
     assert recorder.hanging
-    assert seconds < 5
     tracker.release.set()
 
 
 def test_a_tracker_gets_every_record_in_order(tmp_path: Path) -> None:
     tracker = Fickle()
-    recorder, found, _ = recorded(RunDirectory(tmp_path), tracker, 20)
+    recorder, found = recorded(RunDirectory(tmp_path), tracker, 20)
     assert tracker.got == found[:-1]
     assert not recorder.hanging
 
@@ -219,21 +161,13 @@ def test_only_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
-    failed = [
-        record.message
-        for record in of_kind(found, WarningRecord)
-        if record.code == "tracker-failed"
-    ]
-    assert len(failed) == 1
-    assert "Weights & Biases ConnectionError: no route to host" in failed[0]
+    warnings = of_kind(found, WarningRecord)
+    (failed,) = (warning.message for warning in warnings if warning.code == "tracker-failed")
+    assert "Weights & Biases ConnectionError: no route to host" in failed
     assert isinstance(found[-1], EndRecord)
     assert found[-1].state == "finished"
-    (file,) = files_of(finished_run.path / "tensorboard")
-    written = {
-        number: scalars["train/loss"]
-        for number, scalars, _ in events(file)
-        if "train/loss" in scalars
-    }
-    losses = {record.step: record.loss for record in of_kind(found, StepRecord)}
-    assert written == {number: pytest.approx(loss, rel=1e-6) for number, loss in losses.items()}
+    losses = [record.loss for record in of_kind(found, StepRecord)]
     assert len(losses) == 12
+    logged = content(finished_run.path / "tensorboard")
+    written = b"".join(re.findall(rb"train/loss\x15(.{4})", logged, re.DOTALL))
+    assert struct.unpack("<12f", written) == pytest.approx(losses, rel=1e-6)

@@ -299,7 +299,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
     )
 
 
-def layout_of_row(row: Row, usual: Layout) -> Layout:
+def _layout_of_row(row: Row, usual: Layout) -> Layout:
     """Return the layout of one row.
 
     Files of a folder may have different layouts. A row then has nulls in the columns of the other
@@ -317,17 +317,18 @@ def layout_of_row(row: Row, usual: Layout) -> Layout:
     )
 
 
-def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
-    """Read row ``number`` (from 1) of a source.
+def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conversation:
+    """Read row ``number`` (from 1) of a source, most of whose rows have the ``usual`` layout.
 
     Raises:
         InputError: Names the row and the column.
     """
+    layout = _layout_of_row(row, usual) if source.format == "auto" else usual
     try:
         return _with_context(row, layout)
     except _RowError as error:
         raise bad_row(
-            "data-row-unreadable", source, number, f"{error} (read as {layout.name})"
+            "data-row-unreadable", source.source, number, f"{error} (read as {layout.name})"
         ) from error
 
 

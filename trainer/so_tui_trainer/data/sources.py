@@ -32,7 +32,6 @@ from so_tui_trainer.data.rows import (
     Layout,
     bad_row,
     layout_of,
-    layout_of_row,
     read_row,
 )
 from so_tui_trainer.hub import causes
@@ -621,7 +620,7 @@ class Opened(NamedTuple):
         Raises:
             InputError: Names the first row that cannot be read.
         """
-        layout, source = self.layout, self.source
+        source = self.source
         try:
             batch = self.rows[first:last]
         except (
@@ -636,9 +635,7 @@ class Opened(NamedTuple):
                 NOT_UTF8_REMEDY,
             ) from error
         for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):
-            row = dict(zip(batch, values, strict=True))
-            row_layout = layout_of_row(row, layout) if source.format == "auto" else layout
-            yield read_row(row, row_layout, source.source, number)
+            yield read_row(dict(zip(batch, values, strict=True)), self.layout, source, number)
 
 
 def open_sources(spec: DataSpec) -> tuple[Opened, ...]:

@@ -108,7 +108,7 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
 def prepare(
     spec: RunSpec,
     cache_dir: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Path:
     """Run ``preparing`` to its end.
 
@@ -127,8 +127,7 @@ def prepare(
         except StopIteration as end:
             result: Path = end.value
             return result
-        if on_progress is not None:
-            on_progress(*rows)
+        on_progress(*rows)
 
 
 def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progress, None, Path]:

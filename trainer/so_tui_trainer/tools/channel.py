@@ -56,7 +56,11 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     except (SoTuiError, OffloadError) as error:
-        stream.write(json.dumps({"problems": problems_json(error), "done": True}) + "\n")
+        name = error.code if isinstance(error, OffloadError) and error.code else "error"
+        # One problem without a field if the error has none.
+        problems = (Problem(name, "", "", str(error), ""),)
+        found = error.problems if isinstance(error, InputError) else problems
+        stream.write(json.dumps({"problems": msgspec.to_builtins(found), "done": True}) + "\n")
         print(error, file=sys.stderr)
         code = error.exit_code if isinstance(error, SoTuiError) else 1
     stream.close()
@@ -74,20 +78,6 @@ def changed(
             result: Result = end.value
             return result
         yield change(item)
-
-
-def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
-    """Return the problems of an error as plain values; one problem without a field if the error has
-    none.
-    """
-    code = error.code if isinstance(error, OffloadError) and error.code else "error"
-    found = (
-        error.problems
-        if isinstance(error, InputError)
-        else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
-    )
-    result: list[Answer] = msgspec.to_builtins(found)
-    return result
 
 
 # The newest checkpoint of a run, for helpers that make a whole model of it.

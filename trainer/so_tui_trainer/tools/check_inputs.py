@@ -91,10 +91,8 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
     """
     from so_tui_trainer.model import stored, weights
     from so_tui_trainer.model.config import load_config
-    from so_tui_trainer.model.stored import read_index
-    from so_tui_trainer.model.weights import trainable_folder
 
-    folder = trainable_folder(source)
+    folder = weights.trainable_folder(source)
     if not folder.is_dir():
         needed = stored.missing_bytes(source, folder)
         stored.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
@@ -108,7 +106,7 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
     meta = weights.meta_model(
         load_config(spec.model), trust_remote_code=spec.model.trust_remote_code
     )
-    weights.refuse_mismatch(weights.match_weights(meta, read_index(folder)), spec.model)
+    weights.refuse_mismatch(weights.match_weights(meta, stored.read_index(folder)), spec.model)
     return []
 
 

@@ -132,7 +132,7 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
 def _measure_attention(request: Fields, device: Any) -> Fields:
     """Measure the attention backends that this GPU can use."""
     limit_s = request["seconds"] / 4
-    found = attention_rates(
+    found = _attention_rates(
         usable_backends(device),
         device,
         lambda run: _seconds(run, device, limit_s),
@@ -153,7 +153,7 @@ def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
     }
 
 
-def attention_rates(
+def _attention_rates(
     backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds, scale: float
 ) -> list[tuple[AttentionBackend, list[tuple[int, float, float]]]]:
     """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as
