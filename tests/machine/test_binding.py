@@ -1,8 +1,7 @@
 """Which cores and memory each rank gets on every kind of machine, and what DeepSpeed's launcher
 would do there.
 
-A rank is written ``GPU @ cores / memory nodes``. Each map of a machine is a published listing or
-follows its pattern.
+The maps are in ``tests/data/bindings.toml``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import psutil
 import pytest
 from msgspec.structs import replace
@@ -30,22 +30,14 @@ from so_tui.plan.binding import (
 from so_tui.plan.plan import RankBinding
 from so_tui.spec.errors import InputError
 from tests.support.sysroots import (
+    DATA,
     EIGHT_H100,
-    EIGHT_H200,
-    FOUR_H100_SUBNUMA,
-    GB200,
-    GB200_CDMM,
+    HOSTS,
     NVL2,
     ONE_GH200,
-    ONE_GH200_CDMM,
-    ONE_GH200_HBM_ONLY,
-    ONE_GH200_MIG,
-    ONE_H200_GUEST,
     QUAD_GH200,
-    QUAD_GH200_HBM_ONLY,
     QUAD_MI300A,
     Host,
-    fake_numa,
 )
 
 Bindings = tuple[RankBinding, ...]
@@ -77,89 +69,40 @@ def by_itself(bindings: Bindings) -> list[str]:
     return [deepspeed_text(binding) for binding in alone if binding is not None]
 
 
-SAME = "the same"
-QUAD = ["0 @ 0-71 / 0", "1 @ 72-143 / 1", "2 @ 144-215 / 2", "3 @ 216-287 / 3"]
-HALVES = ["numactl -C 0-143", "numactl -C 144-287"]
-GB200_FOUR = ["0 @ 0-35 / 0", "1 @ 36-71 / 0", "2 @ 72-107 / 1", "3 @ 108-143 / 1"]
-# (map, GPUs, the right binding, what DeepSpeed does by itself)
-MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
-    ("1x GH200", ONE_GH200, 1, ["0 @ 0-71 / 0"], [SAME]),
-    ("1x GH200, CDMM", ONE_GH200_CDMM, 1, ["0 @ 0-71 / any"], [SAME]),
-    # As many nodes without CPUs as with: taken for a CPU's flat high-bandwidth memory, so the
-    # optimizer's memory comes from the GPU's.
-    ("1x GH200, only HBM", ONE_GH200_HBM_ONLY, 1, ["0 @ 0-71 / 0"], ["numactl -p 1 -C 0-71"]),
-    # A slice's memory is never the host's.
-    ("1x GH200, MIG", ONE_GH200_MIG, 1, ["0 @ 0-71 / 0"], [SAME]),
-    ("numa=fake=4", fake_numa(4), 1, ["0 @ 0-71 / 0,1,2,3"], [SAME]),
-    ("numa=fake=8", fake_numa(8), 1, ["0 @ 0-71 / 0,1,2,3,4,5,6,7"], ["numactl -p 8 -C 0-71"]),
-    ("NVL2, 1 of 2", NVL2, 1, ["0 @ 0-71 / 0"], ["numactl -C 0-143"]),
-    ("NVL2", NVL2, 2, ["0 @ 0-71 / 0", "1 @ 72-143 / 1"], [SAME, SAME]),
-    ("quad GH200, 1 of 4", QUAD_GH200, 1, QUAD[:1], ["numactl -C 0-287"]),
-    ("quad GH200, 2 of 4", QUAD_GH200, 2, QUAD[:2], HALVES),
-    (
-        "quad GH200, 3 of 4",
-        QUAD_GH200,
-        3,
-        QUAD[:3],
-        ["numactl -C 0-95", "numactl -C 96-191", "numactl -C 192-287"],
-    ),
-    ("quad GH200", QUAD_GH200, 4, QUAD, [SAME] * 4),
-    (
-        "quad GH200, only HBM",
-        QUAD_GH200_HBM_ONLY,
-        4,
-        QUAD,
-        [f"numactl -p {4 + gpu} -C {72 * gpu}-{72 * gpu + 71}" for gpu in range(4)],
-    ),
-    ("quad GH200, only HBM, 2 of 4", QUAD_GH200_HBM_ONLY, 2, QUAD[:2], HALVES),
-    ("GB200, 1 of 4", GB200, 1, ["0 @ 0-71 / 0"], ["numactl -C 0-143"]),
-    # Both GPUs hang off node 0; the launcher spreads the ranks over both sockets.
-    ("GB200, 2 of 4", GB200, 2, GB200_FOUR[:2], ["numactl -m 0 -C 0-71", "numactl -m 1 -C 72-143"]),
-    (
-        "GB200, 3 of 4",
-        GB200,
-        3,
-        [*GB200_FOUR[:2], "2 @ 72-143 / 1"],
-        ["numactl -m 0 -C 0-47", "numactl -C 48-95", "numactl -m 1 -C 96-143"],
-    ),
-    ("GB200", GB200, 4, GB200_FOUR, [SAME] * 4),
-    ("GB200, CDMM", GB200_CDMM, 4, GB200_FOUR, [SAME] * 4),
-    # 112 physical cores: the launcher counts those, and takes the first thread of each.
-    ("two sockets, 1 of 8 H100", EIGHT_H100, 1, ["0 @ 0-55,112-167 / 0"], ["numactl -C 0-111"]),
-    (
-        "two sockets, 2 of 8 H100",
-        EIGHT_H100,
-        2,
-        ["0 @ 0-27,112-139 / 0", "1 @ 28-55,140-167 / 0"],
-        ["numactl -m 0 -C 0-55", "numactl -m 1 -C 56-111"],
-    ),
-    (
-        "two sockets, 8 H200",  # each core with its second thread
-        EIGHT_H200,
-        8,
-        [
-            f"{gpu} @ {14 * gpu}-{14 * gpu + 13},{112 + 14 * gpu}-{125 + 14 * gpu} / {gpu // 4}"
-            for gpu in range(8)
-        ],
-        [f"numactl -m {gpu // 4} -C {14 * gpu}-{14 * gpu + 13}" for gpu in range(8)],
-    ),
-    ("a guest with one H200", ONE_H200_GUEST, 1, ["0 @ 0-15 / any"], [SAME]),
-    (
-        "sub-NUMA clusters, threads side by side",
-        FOUR_H100_SUBNUMA,
-        4,
-        [f"{node} @ {28 * node}-{28 * node + 27} / {node}" for node in range(4)],
-        [f"numactl -m {rank // 2} -C {14 * rank}-{14 * rank + 13}" for rank in range(4)],
-    ),
-]
+class _Map(msgspec.Struct, frozen=True):
+    """What is right on a host, and what DeepSpeed's launcher does without our list of cores."""
+
+    host: str
+    gpus: int
+    right: list[str]
+    alone: list[str]
 
 
-@pytest.mark.parametrize(("name", "host", "gpus", "right", "alone"), MAPS)
-def test_every_map(name: str, host: Host, gpus: int, right: list[str], alone: list[str]) -> None:
-    machine = host.machine()
+class _Job(msgspec.Struct, frozen=True):
+    """A part of a host, what is right there, and what the launcher does with our list of cores."""
+
+    host: str
+    cpus: str
+    gpus: tuple[int, ...]
+    right: list[str]
+    listed: list[str]
+
+
+class _Data(msgspec.Struct, frozen=True):
+    map: list[_Map]
+    job: list[_Job]
+    deepspeed: dict[str, list[tuple[str, str, int]]]
+
+
+TABLES = msgspec.toml.decode((DATA / "bindings.toml").read_bytes(), type=_Data)
+
+
+@pytest.mark.parametrize("case", TABLES.map, ids=lambda case: f"{case.host}-{case.gpus}")
+def test_every_map(case: _Map) -> None:
+    machine, gpus = HOSTS[case.host].machine(), case.gpus
     bindings = bind(machine, gpus)
-    assert written(bindings) == right
-    assert by_itself(bindings) == alone
+    assert written(bindings) == case.right
+    assert by_itself(bindings) == case.alone
     listed = parse_cpus(core_list(bindings))
     share = len(listed) // gpus
     for rank, one in enumerate(bindings):
@@ -168,7 +111,7 @@ def test_every_map(name: str, host: Host, gpus: int, right: list[str], alone: li
         assert set(one.cpus) <= set(gpu.cpus), "the cores of a rank are on its GPU's node"
         assert one.deepspeed.cpus == listed[share * rank : share * (rank + 1)]
         assert set(one.deepspeed.cpus) <= set(one.cpus)
-        if "only HBM" not in name and "fake=8" not in name:
+        if case.host not in ("ONE_GH200_HBM_ONLY", "QUAD_GH200_HBM_ONLY", "FAKE_NUMA_8"):
             assert "-p" not in one.deepspeed.numactl
     all_cores = [cpu for one in bindings for cpu in one.cpus]
     assert len(set(all_cores)) == len(all_cores), "no two ranks share a core"
@@ -180,46 +123,11 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
     return replace(machine, allowed_cpus=parse_cpus(cpus), gpus=given, **changes)
 
 
-# (host, cores and GPUs that the job has, the right binding, DeepSpeed's with our list of cores)
-JOBS: list[tuple[Host, str, tuple[int, ...], list[str], list[str]]] = [
-    # DeepSpeed by itself asks for cores of other jobs.
-    (QUAD_GH200, "144-215", (2,), ["0 @ 144-215 / 2"], [SAME]),
-    # ``--cpus-per-task`` smaller than a superchip: 16 each, on the right node.
-    (
-        QUAD_GH200,
-        "72-87,216-247",
-        (1, 3),
-        ["0 @ 72-87 / 1", "1 @ 216-247 / 3"],
-        [SAME, "numactl -m 3 -C 216-231"],
-    ),
-    # Without ``-c 72`` every task of some sites gets cores 0-7, whichever GPU it has: memory goes
-    # with the cores.
-    (QUAD_GH200, "0-7", (3,), ["0 @ 0-7 / 0"], [SAME]),
-    (NVL2, "0-71", (1,), ["0 @ 0-71 / 0"], [SAME]),
-    (
-        NVL2,
-        "8-23,72-143",
-        (0, 1),
-        ["0 @ 8-23 / 0", "1 @ 72-143 / 1"],
-        [SAME, "numactl -m 1 -C 72-87"],
-    ),
-    (
-        EIGHT_H200,
-        "28-55,140-167",
-        (2, 3),
-        ["0 @ 28-41,140-153 / 0", "1 @ 42-55,154-167 / 0"],
-        ["numactl -m 0 -C 28-41", "numactl -m 0 -C 42-55"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("host", "cpus", "gpus", "right", "deepspeed"), JOBS)
-def test_parts_of_a_node_that_jobs_have(
-    host: Host, cpus: str, gpus: tuple[int, ...], right: list[str], deepspeed: list[str]
-) -> None:
-    bindings = bind(job(host.machine(), cpus, gpus), len(gpus))
-    assert written(bindings) == right
-    assert [deepspeed_text(one.deepspeed) for one in bindings] == deepspeed
+@pytest.mark.parametrize("case", TABLES.job, ids=lambda case: f"{case.host}-{case.cpus}")
+def test_parts_of_a_node_that_jobs_have(case: _Job) -> None:
+    bindings = bind(job(HOSTS[case.host].machine(), case.cpus, case.gpus), len(case.gpus))
+    assert written(bindings) == case.right
+    assert [deepspeed_text(one.deepspeed) for one in bindings] == case.listed
     assert any(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
@@ -380,24 +288,6 @@ def test_this_machine() -> None:
     assert alone.error or len(alone.cpus) == psutil.cpu_count(logical=False)
 
 
-# What DeepSpeed 0.19.8 is asked for: (map, core list, ranks).
-DEEPSPEED_ALONE: list[tuple[Host, str, int]] = [
-    (ONE_GH200, "0-71", 1),
-    (ONE_GH200_HBM_ONLY, "0-71", 1),
-    (ONE_GH200_CDMM, "0-71", 1),
-    (QUAD_GH200, "0-287", 4),
-    (QUAD_GH200_HBM_ONLY, "0-287", 4),
-    (QUAD_GH200, "0-143", 2),
-    (QUAD_GH200, "0-287", 3),
-    (GB200, "0-143", 4),
-    (GB200_CDMM, "0-143", 4),
-    (fake_numa(4), "0-71", 1),
-    (fake_numa(8), "0-71", 1),
-    (EIGHT_H100, "0-223", 2),
-    (EIGHT_H100, "0-3,8-9,20", 2),
-]
-
-
 @pytest.fixture(scope="module")
 def deepspeed_numa() -> ModuleType:
     """DeepSpeed's module without its package, whose import takes seconds."""
@@ -415,17 +305,17 @@ def deepspeed_numa() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("host", "listed", "ranks"), DEEPSPEED_ALONE)
+@pytest.mark.parametrize(("host", "listed", "ranks"), TABLES.deepspeed["asked"])
 def test_the_emulation_is_what_deepspeed_really_does(
     deepspeed_numa: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    host: Host,
+    host: str,
     listed: str,
     ranks: int,
 ) -> None:
-    """Of most maps, ``MAPS`` has what that is."""
-    nodes = host.machine().numa_nodes
+    """Of most maps, the tables have what that is."""
+    nodes = HOSTS[host].machine().numa_nodes
     hardware = [f"available: {len(nodes)} nodes (0-{len(nodes) - 1})"]
     hardware += [" ".join([f"node {node.id} cpus:", *map(str, node.cpus)]) for node in nodes]
     program = tmp_path / "numactl"
