@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import resource
 import shutil
 import threading
 import time
@@ -21,7 +20,7 @@ from msgspec.structs import replace
 
 import superoffload
 from so_tui.runs import RunDirectory, state, write_state
-from so_tui.runs.records import CheckpointRecord, RunState
+from so_tui.runs.records import RunState
 from so_tui.spec import RunSpec
 from so_tui.spec.run_spec import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
@@ -45,14 +44,6 @@ def spec(keep: int = 2) -> RunSpec:
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
     manifest = support.manifest(step, run)
     return Path(checkpoint.Saving(made, manifest, folder, ranks, attempt=1).wait().path)
-
-
-def train_until_saved(made: Any, saving: checkpoint.Saving) -> CheckpointRecord:
-    for step in range(10_000):
-        support.train(made, support.batches(1, seed=step))
-        if (record := saving.poll()) is not None:
-            return record
-    raise AssertionError("it never ends")
 
 
 def names(folder: Path) -> list[str]:
@@ -109,56 +100,6 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, one_rank:
         with coded(TrainingError, "checkpoints-unreadable", match="step-000030: "):
             checkpoint_folder.newest(tmp_path)
     assert checkpoint_folder.newest(tmp_path / "nowhere") is None
-
-
-@pytest.mark.slow
-def test_a_background_checkpoint_is_that_of_its_step(tmp_path: Path, one_rank: Ranks) -> None:
-    run = spec(keep=1)
-    with support.engine(run, copies_bytes=1 << 30) as made:
-        support.train(made, support.batches(2))
-        first = save(made, tmp_path, 1, one_rank, run)
-        files = ("optimizer/rank_00000.states", "random.rank0.msgpack")
-        expected = [(first / file).read_bytes() for file in files]
-        saving = checkpoint.Saving(
-            made, support.manifest(2, run), tmp_path, one_rank, 1, background=True, due_step=1
-        )
-        assert saving.step == 2
-        assert first.name in names(tmp_path)
-        torch.rand(3)
-        record = train_until_saved(made, saving)
-        second = tmp_path / "step-000002"
-        assert names(tmp_path) == [second.name]
-        assert (record.step, record.path, record.due_step) == (2, str(second), 1)
-        assert record.bytes == len(expected[0])
-        assert record.paused_s is not None
-        assert record.paused_s < record.seconds
-        assert checkpoint_folder._verify(second).step == 2
-        assert [(second / file).read_bytes() for file in files] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_failed_background_save_is_reported(
-    trains: bool, tmp_path: Path, one_rank: Ranks
-) -> None:
-    run = spec(keep=1)
-    with support.engine(run, copies_bytes=1 << 30) as made:
-        support.train(made, support.batches(1))
-        first = save(made, tmp_path, 1, one_rank, run)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # The random state fits, the states do not.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-        try:
-            saving = checkpoint.Saving(
-                made, support.manifest(2, run), tmp_path, one_rank, 1, background=True
-            )
-            with coded(TrainingError, "checkpoint-failed"):
-                train_until_saved(made, saving) if trains else saving.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert names(tmp_path) == [first.name]
-        # The copies were given back.
-        assert save(made, tmp_path, 3, one_rank, run).name == "step-000003"
 
 
 def test_older_checkpoints_stay_until_a_new_is_verified(tmp_path: Path, one_rank: Ranks) -> None:

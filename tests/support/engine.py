@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -276,24 +275,12 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
     """Return the step and the bytes of each parameter's saved state, joined from all ranks."""
-    saved = checkpoint.manifests(folder)
-    files = [
-        np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)
-        for manifest in saved
-    ]
-    found = {}
-    start = 0
-    for group in saved[0].sub_groups:
-        offset = start
-        for name, numel in zip(group.names, group.numels, strict=True):
-            shard = -(-numel // len(saved))
-            starts = (offset + kind * group.numel for kind in range(3))
-            parts = ([file[begin:][:shard] for file in files] for begin in starts)
-            wholes = [np.concatenate(shards)[:numel].tobytes() for shards in parts]
-            found[name] = (group.step, wholes)
-            offset += shard
-        start += 3 * group.numel
-    return found
+    groups = checkpoint.manifests(folder)[0].sub_groups
+    steps = {name: group.step for group in groups for name in group.names}
+    return {
+        name: (steps[name], [kind.numpy().tobytes() for kind in kinds])
+        for name, kinds in checkpoint.saved_states(folder)
+    }
 
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
