@@ -90,6 +90,7 @@ def test_traps_of_a_machine(trap: _Trap, tmp_path: Path) -> None:
     assert says == trap.says
 
 
+KILLED = "warning killed-at-logout"
 OFFLINE = dataclasses.replace(ONE_GH200, hbm={}, empty=tuple(range(1, 9)))
 SWAP = {"/proc/swaps": f"{SWAPS}/swap file 8388604 0 -2\n"}
 HIDDEN = {"gpus": (), "hidden_gpus": (0,)}
@@ -198,27 +199,14 @@ def test_a_login_node(tmp_path: Path) -> None:
     assert found(healthy(), environment={**environment, "SLURM_JOB_ID": "12"}) == ()
 
 
-LOGIND, KILLS = "/etc/systemd/logind.conf", "[Login]\nKillUserProcesses=yes\n"
-SESSION = {"/proc/self/cgroup": "0::/user.slice/user-1000.slice/session-3.scope\n"}
-SERVICE = {"/proc/self/cgroup": "0::/user.slice/user@1000.service/app.scope\n"}
-USER = pwd.getpwuid(os.getuid()).pw_name
-
-
-@pytest.mark.parametrize(
-    ("files", "killed"),
-    [
-        ({LOGIND: "[Login]\n#KillUserProcesses=no\n"}, False),
-        ({LOGIND: KILLS}, True),
-        ({LOGIND: KILLS, **SERVICE}, False),
-        ({"/usr/lib/systemd/logind.conf": KILLS, f"{LOGIND}.d/a.conf": KILLS[:-4] + "no"}, False),
-        ({f"{LOGIND}.d/kill.conf": "[Login]\nKillUserProcesses = yes\n"}, True),
-        ({f"{LOGIND}.d/kill.conf": f"{KILLS}KillExcludeUsers=root {USER}\n"}, False),
-    ],
-)
-def test_sessions_killed_at_logout(tmp_path: Path, files: dict[str, str], killed: bool) -> None:
-    excluding_nobody = {"/usr/lib/systemd/logind.conf.d/0.conf": "KillExcludeUsers=\n"}
-    files = {**excluding_nobody, **SESSION, **files}
-    assert examined(tmp_path, files=files) == ("warning killed-at-logout" if killed else "")
+def test_a_user_whose_sessions_are_not_killed(tmp_path: Path) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/user.slice/user-1000.slice/session-3.scope\n",
+        "/etc/systemd/logind.conf": "KillUserProcesses=yes\nKillExcludeUsers=nobody-here {}\n",
+    }
+    for excluded, says in ((pwd.getpwuid(os.getuid()).pw_name, ""), ("x", KILLED)):
+        named = {name: text.format(excluded) for name, text in files.items()}
+        assert examined(tmp_path, files=named) == says
 
 
 def test_gpus_in_use(tmp_path: Path) -> None:
@@ -242,45 +230,6 @@ def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
     for name in (left, f"{left} a b"):  # a name may contain spaces
         maps = {"/proc/5/maps": f"7f00-7f01 rw-s 0 00:1 9    {name}\n"}
         assert examined(tmp_path / name[1:], files={name: large, **maps}) == ""
-
-
-def orphan(
-    environ: str = "", cmdline: str = "python\0", parent: int = 1, session: int = 49
-) -> dict[str, str]:
-    return {
-        "/proc/50/stat": f"50 (a b) S {parent} 1 {session}\n",
-        "/proc/50/environ": environ,
-        "/proc/50/cmdline": cmdline,
-    }
-
-
-def process(cmdline: str) -> dict[str, str]:
-    """Return a process that may be an orphan's parent."""
-    return {"/proc/49/stat": "49 (a b) S 1 1 49\n", "/proc/49/cmdline": cmdline}
-
-
-RANK = "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"
-OURS = "SO_TUI_RUN=/runs/a\0"
-LAUNCH = "python\0-u\0-m\0deepspeed.launcher.launch\0"
-SUPERVISOR = "python\0so_tui\0supervise\0/runs/a\0"
-
-
-@pytest.mark.parametrize(
-    ("files", "code"),
-    [
-        (orphan(RANK), "orphaned-ranks"),
-        (orphan(cmdline=LAUNCH), "orphaned-ranks"),
-        (orphan(OURS + RANK), "orphaned-trainers"),
-        (orphan(OURS, parent=49, session=48) | process("adopter\0"), "orphaned-trainers"),
-        (orphan(OURS, parent=49) | process("a script of one's own\0"), None),
-        (orphan(OURS, parent=49) | process(SUPERVISOR), None),
-        (orphan(RANK, parent=49), None),
-        (orphan(cmdline="sshd\0"), None),
-        (orphan(cmdline=LAUNCH) | {"/proc/1/comm": "bash\n"}, None),
-    ],
-)
-def test_processes_left_behind(tmp_path: Path, files: dict[str, str], code: str | None) -> None:
-    assert examined(tmp_path, files=files) == (f"warning {code}" if code else "")
 
 
 def test_a_training_process_that_was_left_behind() -> None:
