@@ -31,20 +31,14 @@ def test_named_machine_is_a_file_that_can_be_planned_for(name: str, tmp_path: Pa
     assert any(isinstance(fact, Note) and "not measured" in fact.text for fact in plan.warnings)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "nodes", "cpus", "siblings"),
-    [
-        ("gh200-480", 1, 1, 72, 0),
-        ("gh200-quad-120", 4, 4, 288, 0),
-        ("gb200-4", 4, 2, 144, 0),
-        ("h200-8", 8, 2, 224, 112),
-        ("mi300a-4", 4, 4, 192, 96),
-    ],
-)
-def test_hardware_is_as_named(name: str, gpus: int, nodes: int, cpus: int, siblings: int) -> None:
-    machine = named_machine(name)
-    assert (len(machine.gpus), len(machine.cpu_nodes)) == (gpus, nodes)
-    assert (len(machine.online_cpus), len(machine.smt_siblings)) == (cpus, siblings)
+@pytest.mark.parametrize("name", MACHINES)
+def test_hardware_is_as_described(name: str) -> None:
+    machine, described = named_machine(name), MACHINES[name]
+    cores = described.nodes * described.cores
+    assert len(machine.gpus) == described.nodes * described.gpus_per_node
+    assert len(machine.cpu_nodes) == described.nodes
+    assert len(machine.online_cpus) == cores * described.threads
+    assert len(machine.smt_siblings) == (cores if described.threads > 1 else 0)
     assert {gpu.numa_node for gpu in machine.gpus} == {node.id for node in machine.cpu_nodes}
     for gpu in machine.gpus:
         if gpu.memory_node is not None:

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from so_tui.machine import Machine, inspect_machine, load_machine
-from so_tui.machine.gpus import _normal_bus_id
 from tests.support.machines import machine_json
 from tests.support.python_path import printed
 
@@ -81,8 +80,3 @@ def test_a_machine_survives_its_file(here: Machine, tmp_path: Path) -> None:
     newer = msgspec.json.decode(machine_json(here)) | {"field_of_a_later_version": 1}
     file.write_bytes(msgspec.json.encode(newer))
     assert load_machine(file) == here
-
-
-def test_bus_ids_of_nvml_and_sysfs_are_the_same() -> None:
-    assert _normal_bus_id("00000009:01:00.0") == "0009:01:00.0"
-    assert _normal_bus_id("00000000:3B:00.0") == "0000:3b:00.0"
