@@ -132,7 +132,7 @@ def fail(gradient: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_an_end_within_a_step_is_clean(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
-    run = {"clipping": clipping, "sub_group_size": 1}
+    run: dict[str, Any] = {"clipping": clipping, "sub_group_size": 1}
     with support.offloading(**run) as made:
         expected = support.train(made, support.batches(2))
     begun = time.monotonic()

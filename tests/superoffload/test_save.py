@@ -59,7 +59,10 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_lent_sub_groups_speculate_again_once_written(share: float, tmp_path: Path) -> None:
     """They are written first. Those with a copy of their own go on speculating."""
-    room = {"speculation_bytes": ALL, "copies_bytes": int(share * 12 * support.TRAINABLE)}
+    room: dict[str, Any] = {
+        "speculation_bytes": ALL,
+        "copies_bytes": int(share * 12 * support.TRAINABLE),
+    }
     with support.offloading(clipping=1e6, **room) as made:
         core = core_of(made)
         every = core.cpu.speculating
@@ -78,7 +81,7 @@ def test_lent_sub_groups_speculate_again_once_written(share: float, tmp_path: Pa
 
 def test_a_skipped_step_and_a_load_leave_the_copies(tmp_path: Path) -> None:
     """Loading waits for the copies of what it overwrites."""
-    room = {"speculation_bytes": ALL, "copies_bytes": ALL}
+    room: dict[str, Any] = {"speculation_bytes": ALL, "copies_bytes": ALL}
     with support.offloading(0.8, clipping=1e6, max_skipped_steps=1, **room) as made:
         support.train(made, support.batches(1))
         superoffload.save_state(made, tmp_path / "old")

@@ -71,7 +71,7 @@ def test_the_ranks_of_a_host_share_what_they_all_find_available(
     """The launcher starts them at once, and each sees all of the host's memory."""
     monkeypatch.setenv("LOCAL_SIZE", str(ranks))
     for_two = 2 * (28 * support.TRAINABLE + (17 << 20))
-    room = {"speculation_bytes": 1 << 40, "copies_bytes": 1 << 40}
+    room: dict[str, Any] = {"speculation_bytes": 1 << 40, "copies_bytes": 1 << 40}
     with support.offloading(clipping=1e6, available_bytes=lambda: for_two, **room) as made:
         assert bool(core_of(made).cpu.speculating) == speculates
         support.train(made, support.batches(1))
