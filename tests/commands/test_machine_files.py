@@ -15,8 +15,7 @@ from so_tui.spec import find_preset
 from tests.support import sysroots
 from tests.support.commands import Call
 
-HOSTS = {name: host for name, host in vars(sysroots).items() if isinstance(host, sysroots.Host)}
-HOSTS |= {"FAKE_NUMA_4": sysroots.fake_numa(4)}
+HOSTS = sysroots.HOSTS
 
 
 def described(host: sysroots.Host, folder: Path, call: Call, *arguments: str) -> Path:

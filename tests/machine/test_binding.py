@@ -1,5 +1,7 @@
 """Which cores and memory each rank gets on every kind of machine, and what DeepSpeed's launcher
 would do there.
+
+The maps are in ``tests/data/bindings.toml``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import msgspec
+import psutil
 import pytest
+from msgspec.structs import replace
 
 from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
 from so_tui.machine.host import cpu_ranges
@@ -20,38 +24,111 @@ from so_tui.plan.binding import (
     _split_cores,
     bind_ranks,
     core_list,
+    deepspeed_text,
     uses_numactl,
 )
 from so_tui.plan.plan import RankBinding
 from so_tui.spec.errors import InputError
 from tests.support.sysroots import (
+    DATA,
     EIGHT_H100,
-    GB200,
-    GB200_CDMM,
+    HOSTS,
     NVL2,
     ONE_GH200,
-    ONE_GH200_CDMM,
-    ONE_GH200_HBM_ONLY,
     QUAD_GH200,
-    QUAD_GH200_HBM_ONLY,
+    QUAD_MI300A,
     Host,
-    fake_numa,
 )
+
+Bindings = tuple[RankBinding, ...]
 
 
 def bind(
     machine: Machine, gpus: int | tuple[int, ...], mode: str = "superoffload", fraction: float = 0.9
-) -> tuple[RankBinding, ...]:
+) -> Bindings:
     return bind_ranks(machine, gpus, mode=mode, cpu_adam_cores_fraction=fraction)
 
 
-def summary(
-    bindings: tuple[RankBinding, ...],
-) -> list[tuple[int | None, int | None, str, tuple[int, ...]]]:
-    """(GPU, CPU node, cores, memory nodes) of each rank."""
+def written(bindings: Bindings) -> list[str]:
     return [
-        (one.gpu, one.numa_node, cpu_ranges(one.cpus), one.memory_policy.nodes) for one in bindings
+        (
+            f"{one.gpu} @ {cpu_ranges(one.cpus)} / "
+            f"{','.join(map(str, one.memory_policy.nodes)) or 'any'}"
+        )
+        for one in bindings
     ]
+
+
+def cores(bindings: Bindings) -> list[str]:
+    return [cpu_ranges(one.cpus) for one in bindings]
+
+
+def by_itself(bindings: Bindings) -> list[str]:
+    """Return what DeepSpeed's launcher does without our list of cores."""
+    alone = [one.deepspeed_unlisted for one in bindings]
+    return [deepspeed_text(binding) for binding in alone if binding is not None]
+
+
+class _Map(msgspec.Struct, frozen=True):
+    """What is right on a host, and what DeepSpeed's launcher does without our list of cores."""
+
+    host: str
+    gpus: int
+    right: list[str]
+    alone: list[str]
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """A part of a host, what is right there, and what the launcher does with our list of cores."""
+
+    host: str
+    cpus: str
+    gpus: tuple[int, ...]
+    right: list[str]
+    listed: list[str]
+
+
+class _Data(msgspec.Struct, frozen=True):
+    map: list[_Map]
+    job: list[_Job]
+    deepspeed: dict[str, list[tuple[str, str, int]]]
+
+
+TABLES = msgspec.toml.decode((DATA / "bindings.toml").read_bytes(), type=_Data)
+
+
+@pytest.mark.parametrize("case", TABLES.map, ids=lambda case: f"{case.host}-{case.gpus}")
+def test_every_map(case: _Map) -> None:
+    machine, gpus = HOSTS[case.host].machine(), case.gpus
+    bindings = bind(machine, gpus)
+    assert written(bindings) == case.right
+    assert by_itself(bindings) == case.alone
+    listed = parse_cpus(core_list(bindings))
+    share = len(listed) // gpus
+    for rank, one in enumerate(bindings):
+        assert sorted(one.main_cpus + one.adam_cpus) == sorted(one.cpus)
+        gpu = next(gpu for gpu in machine.gpus if gpu.index == one.gpu)
+        assert set(one.cpus) <= set(gpu.cpus), "the cores of a rank are on its GPU's node"
+        assert one.deepspeed.cpus == listed[share * rank : share * (rank + 1)]
+        assert set(one.deepspeed.cpus) <= set(one.cpus)
+        if case.host not in ("ONE_GH200_HBM_ONLY", "QUAD_GH200_HBM_ONLY", "FAKE_NUMA_8"):
+            assert "-p" not in one.deepspeed.numactl
+    all_cores = [cpu for one in bindings for cpu in one.cpus]
+    assert len(set(all_cores)) == len(all_cores), "no two ranks share a core"
+
+
+def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -> Machine:
+    """What a scheduler leaves of a node: its CPUs, and GPUs that the driver numbers from 0."""
+    given = tuple(replace(machine.gpus[old], index=new) for new, old in enumerate(gpus))
+    return replace(machine, allowed_cpus=parse_cpus(cpus), gpus=given, **changes)
+
+
+@pytest.mark.parametrize("case", TABLES.job, ids=lambda case: f"{case.host}-{case.cpus}")
+def test_parts_of_a_node_that_jobs_have(case: _Job) -> None:
+    bindings = bind(job(HOSTS[case.host].machine(), case.cpus, case.gpus), len(case.gpus))
+    assert written(bindings) == case.right
+    assert [deepspeed_text(one.deepspeed) for one in bindings] == case.listed
+    assert any(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
 def test_hyperthreads_stay_with_their_core() -> None:
@@ -59,72 +136,60 @@ def test_hyperthreads_stay_with_their_core() -> None:
     is handed the first threads.
     """
     bindings = bind(EIGHT_H100.machine(), 8)
-    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings][::4] == [
-        (0, "0-13,112-125"),
-        (1, "56-69,168-181"),
-    ]
+    assert cores(bindings)[::4] == ["0-13,112-125", "56-69,168-181"]
     assert cpu_ranges(bindings[0].main_cpus) == "0-1,112"
     assert cpu_ranges(bindings[0].adam_cpus) == "2-13,113-125"
     assert core_list(bindings) == "0-111"
-    assert cpu_ranges(bindings[0].deepspeed.cpus) == "0-13"
     assert not any(one.deepspeed.matches for one in bindings)
     assert sorted(cpu for one in bindings for cpu in one.cpus) == list(range(224))
 
 
+def test_threads_side_by_side_stay_together() -> None:
+    """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share
+    a core.
+    """
+    siblings = tuple((first, first + 1) for first in range(0, 12, 2))
+    machine = Host(cpu={0: ("0-11", 65536)}, grace=False, smt=siblings).machine()
+    assert machine.smt_siblings == siblings
+    bindings = bind(machine, 4)
+    assert cores(bindings) == ["0-1", "2-5", "6-7", "8-11"]
+    assert cpu_ranges(bindings[1].main_cpus) == "2"
+
+
+def test_each_rank_is_bound_to_its_apu() -> None:
+    bindings = bind(QUAD_MI300A.machine(), 4, fraction=0.8)
+    assert written(bindings) == [
+        f"{n} @ {24 * n}-{24 * n + 23},{96 + 24 * n}-{119 + 24 * n} / {n}" for n in range(4)
+    ]
+    for one in bindings:  # both threads of a core stay together
+        assert {cpu % 96 for cpu in one.main_cpus}.isdisjoint(cpu % 96 for cpu in one.adam_cpus)
+
+
 def test_gpus_that_are_not_in_node_order() -> None:
     """DeepSpeed cannot express it: its slices ascend with the rank."""
-    crossed = dataclasses.replace(
-        NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
-    )
-    bindings = bind(crossed.machine(), 2)
-    assert summary(bindings) == [(0, 1, "72-143", (1,)), (1, 0, "0-71", (0,))]
+    gpus = (("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
+    bindings = bind(dataclasses.replace(NVL2, gpus=gpus).machine(), 2)
+    assert written(bindings) == ["0 @ 72-143 / 1", "1 @ 0-71 / 0"]
     assert not any(one.deepspeed.matches for one in bindings)
 
 
-def test_unequal_cpusets() -> None:
-    machine = msgspec.structs.replace(NVL2.machine(), allowed_cpus=(*range(8, 24), *range(72, 144)))
-    bindings = bind(machine, 2)
-    assert summary(bindings) == [(0, 0, "8-23", (0,)), (1, 1, "72-143", (1,))]
-    assert core_list(bindings) == "8-23,72-87", (
-        "equal slices on the right nodes; the second rank widens itself"
-    )
-    assert [one.deepspeed.matches for one in bindings] == [True, False]
-
-
-def test_a_cpuset_without_the_gpus_node_gives_cores_elsewhere() -> None:
-    machine = msgspec.structs.replace(NVL2.machine(), allowed_cpus=tuple(range(72)))
-    bindings = bind(machine, (1,))
-    assert summary(bindings) == [(1, 0, "0-71", (0,))]
-
-
 def test_gpus_of_unknown_node_are_spread() -> None:
-    unknown = dataclasses.replace(
-        EIGHT_H100, gpus=tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3])
-    )
-    bindings = bind(unknown.machine(), 3)
-    assert [one.numa_node for one in bindings] == [0, 0, 1]
-    assert [len(one.cpus) for one in bindings] == [56, 56, 112]
+    gpus = tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3])
+    bindings = bind(dataclasses.replace(EIGHT_H100, gpus=gpus).machine(), 3)
+    assert [(one.numa_node, len(one.cpus)) for one in bindings] == [(0, 56), (0, 56), (1, 112)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        (1, [(0, "0-55,112-167")]),
-        (2, [(0, "0-55,112-167"), (1, "56-111,168-223")]),
-        (
-            4,
-            [
-                (0, "0-27,112-139"),
-                (0, "28-55,140-167"),
-                (1, "56-83,168-195"),
-                (1, "84-111,196-223"),
-            ],
-        ),
+        (1, ["0-55,112-167"]),
+        (2, ["0-55,112-167", "56-111,168-223"]),
+        (4, ["0-27,112-139", "28-55,140-167", "56-83,168-195", "84-111,196-223"]),
     ],
 )
-def test_ranks_without_gpus_are_spread(ranks: int, expected: list[tuple[int, str]]) -> None:
+def test_ranks_without_gpus_are_spread(ranks: int, expected: list[str]) -> None:
     bindings = bind(dataclasses.replace(EIGHT_H100, gpus=()).machine(), ranks)
-    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings] == expected
+    assert cores(bindings) == expected
     assert all(one.gpu is None for one in bindings)
 
 
@@ -132,8 +197,7 @@ def test_ranks_without_gpus_are_spread(ranks: int, expected: list[tuple[int, str
     ("cpus", "ranks"), [("0-1", 2), ("0-6", 2), ("0-1", 3), ("0", 4), ("0-8", 4)]
 )
 def test_shares_are_fair_and_everybody_gets_a_core(cpus: str, ranks: int) -> None:
-    host = Host(cpu={0: (cpus, 16384)}, grace=False)
-    bindings = bind(host.machine(), ranks)
+    bindings = bind(Host(cpu={0: (cpus, 16384)}, grace=False).machine(), ranks)
     sizes = [len(one.cpus) for one in bindings]
     count = len(parse_cpus(cpus))
     assert min(sizes) >= 1
@@ -148,23 +212,17 @@ def test_shares_are_fair_and_everybody_gets_a_core(cpus: str, ranks: int) -> Non
     [
         (72, 0.9, 8, 64),
         (72, 0.99, 3, 69),
-        (36, 0.9, 4, 32),
         (16, 0.95, 3, 13),
         (10, 0.7, 3, 7),
-        (8, 0.9, 3, 5),
         (7, 0.9, 1, 6),
         (4, 0.5, 2, 2),
         (2, 0.1, 1, 1),
+        (1, 0.9, 1, 1),  # shared
     ],
 )
 def test_main_process_keeps_its_cores(count: int, fraction: float, main: int, adam: int) -> None:
     cpus = tuple(range(100, 100 + count))
     assert _split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
-    assert main + adam == count
-
-
-def test_one_core_is_shared() -> None:
-    assert _split_cores((5,), 0.9) == ((5,), (5,))
 
 
 @pytest.mark.parametrize("mode", ["zerooffload", "gpu"])
@@ -177,85 +235,87 @@ def test_other_modes_have_no_adam_worker(mode: str) -> None:
 def test_without_numactl_the_launcher_binds_nothing() -> None:
     whole = bind(QUAD_GH200.machine(), 2)
     assert uses_numactl(whole)
-    assert [one.deepspeed.numactl for one in whole] == [
-        ("numactl", "-m", "0", "-C", "0-71"),
-        ("numactl", "-m", "1", "-C", "72-143"),
+    assert [" ".join(one.deepspeed.numactl) for one in whole] == [
+        "numactl -m 0 -C 0-71",
+        "numactl -m 1 -C 72-143",
     ]
-    machine = msgspec.structs.replace(QUAD_GH200.machine(), software=Software(numactl_works=False))
+    machine = replace(QUAD_GH200.machine(), software=Software(numactl_works=False))
     bindings = bind(machine, 2)
     assert not uses_numactl(bindings)
     assert all(one.deepspeed.numactl == () and not one.deepspeed.matches for one in bindings)
-    assert summary(bindings) == summary(whole)
+    assert written(bindings) == written(whole)
 
 
-def test_a_cpu_node_without_memory_is_not_bound_to() -> None:
-    host = Host(cpu={0: ("0-3", 16384), 1: ("4-7", 0)}, grace=False)
-    bindings = bind(host.machine(), 2)
-    assert [cpu_ranges(one.cpus) for one in bindings] == ["0-3", "4-7"]
-    assert bindings[1].memory_policy.mode == "default"
-    assert not uses_numactl(bindings)
+def test_memory_nodes_that_cannot_be_bound_to_are_left() -> None:
+    """set_mempolicy fails for a node outside ``Mems_allowed`` and for one without memory: better no
+    policy than a rank that does not start.
+    """
+    forbidden = job(QUAD_GH200.machine(), "0-143", (0, 1), allowed_memory_nodes=(0,))
+    without = Host(cpu={0: ("0-71", 16384), 1: ("72-143", 0)}, grace=False).machine()
+    for machine, first in ((forbidden, "bind"), (without, "default")):
+        bindings = bind(machine, 2)
+        assert cores(bindings) == ["0-71", "72-143"]
+        assert [one.memory_policy.mode for one in bindings] == [first, "default"]
+        assert not uses_numactl(bindings), "the launcher would end on node 1"
 
 
-@pytest.mark.parametrize("gpus", [5, (0, 4), (1, 1)])
-def test_gpus_that_do_not_exist(gpus: int | tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="gpus"):
-        bind(QUAD_GH200.machine(), gpus)
+def test_gpus_split_by_mig_take_no_rank() -> None:
+    machine = ONE_GH200.machine()
+    with pytest.raises(InputError, match="no whole GPU; GPU 0 is split by MIG"):
+        bind(replace(machine, gpus=(replace(machine.gpus[0], mig=True),)), 1)
+    two = NVL2.machine()
+    half = replace(two, gpus=(replace(two.gpus[0], mig=True), two.gpus[1]))
+    assert written(bind(half, 1)) == ["1 @ 72-143 / 1"], "a count takes whole GPUs"
+    with pytest.raises(InputError, match="split by MIG"):
+        bind(half, (0,))
 
 
-def test_no_cpu_may_be_used() -> None:
-    machine = msgspec.structs.replace(ONE_GH200.machine(), allowed_cpus=())
+def test_gpus_and_cpus_that_do_not_exist() -> None:
+    for gpus in (5, (0, 4), (1, 1)):
+        with pytest.raises(InputError, match="gpus"):
+            bind(QUAD_GH200.machine(), gpus)
     with pytest.raises(InputError, match="allowed_cpus"):
-        bind(machine, 1)
+        bind(replace(ONE_GH200.machine(), allowed_cpus=()), 1)
 
 
 def test_this_machine() -> None:
     machine = inspect_machine()
     bindings = bind(machine, min(2, len(machine.gpus)) or 2)
     assert {cpu for one in bindings for cpu in one.cpus} <= set(machine.allowed_cpus)
+    (whole,) = bind(replace(machine, allowed_cpus=machine.online_cpus, gpus=()), 1)
+    alone = whole.deepspeed_unlisted
+    assert alone is not None
+    assert alone.error or len(alone.cpus) == psutil.cpu_count(logical=False)
 
 
-# What DeepSpeed 0.19.8 is asked for: (map, core list, ranks).
-DEEPSPEED_ALONE: list[tuple[Host, str, int]] = [
-    (ONE_GH200, "0-71", 1),
-    (ONE_GH200_HBM_ONLY, "0-71", 1),
-    (ONE_GH200_CDMM, "0-71", 1),
-    (QUAD_GH200, "0-287", 4),
-    (QUAD_GH200_HBM_ONLY, "0-287", 4),
-    (QUAD_GH200, "0-287", 1),
-    (QUAD_GH200, "0-287", 2),
-    (QUAD_GH200, "0-143", 2),
-    (QUAD_GH200, "0-287", 3),
-    (NVL2, "0-143", 2),
-    (GB200, "0-143", 4),
-    (GB200_CDMM, "0-143", 4),
-    (fake_numa(4), "0-71", 1),
-    (fake_numa(8), "0-71", 1),
-    (EIGHT_H100, "0-223", 2),
-    (EIGHT_H100, "0-3,8-9,20", 2),
-]
-
-
+@pytest.fixture(scope="module")
 def deepspeed_numa() -> ModuleType:
-    """Load DeepSpeed's module without its package, whose import takes seconds."""
+    """DeepSpeed's module without its package, whose import takes seconds."""
     package = importlib.util.find_spec("deepspeed")
     if package is None or package.origin is None:
         pytest.skip("deepspeed is not installed")
-    spec = importlib.util.spec_from_file_location(
-        "deepspeed_numa", Path(package.origin).parent / "utils" / "numa.py"
-    )
+    path = Path(package.origin).parent / "utils" / "numa.py"
+    spec = importlib.util.spec_from_file_location("deepspeed_numa", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    # It asks the package manager, prints, and decides nothing.
+    module.check_for_numactl_pkg = lambda: True  # type: ignore[attr-defined]
     return module
 
 
-@pytest.mark.parametrize(("host", "cores", "ranks"), DEEPSPEED_ALONE)
+@pytest.mark.parametrize(("host", "listed", "ranks"), TABLES.deepspeed["asked"])
 def test_the_emulation_is_what_deepspeed_really_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host, cores: str, ranks: int
+    deepspeed_numa: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    listed: str,
+    ranks: int,
 ) -> None:
-    """Of most maps, ``test_binding_maps.py`` has what that is."""
-    nodes = host.machine().numa_nodes
+    """Of most maps, the tables have what that is."""
+    nodes = HOSTS[host].machine().numa_nodes
     hardware = [f"available: {len(nodes)} nodes (0-{len(nodes) - 1})"]
     hardware += [" ".join([f"node {node.id} cpus:", *map(str, node.cpus)]) for node in nodes]
     program = tmp_path / "numactl"
@@ -263,11 +323,8 @@ def test_the_emulation_is_what_deepspeed_really_does(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
-    module = deepspeed_numa()
-    # It asks the package manager, prints, and decides nothing.
-    monkeypatch.setattr(module, "check_for_numactl_pkg", lambda: True)
     for rank in range(ranks):
-        share, found = module.get_numactl_cmd(cores, ranks, rank)
-        _, ours = _numactl_prefix(_numactl_nodes(nodes), parse_cpus(cores), ranks, rank)
+        share, found = deepspeed_numa.get_numactl_cmd(listed, ranks, rank)
+        _, ours = _numactl_prefix(_numactl_nodes(nodes), parse_cpus(listed), ranks, rank)
         assert list(ours) == list(found)
-        assert share == len(parse_cpus(cores)) // ranks
+        assert share == len(parse_cpus(listed)) // ranks

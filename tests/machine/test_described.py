@@ -14,9 +14,9 @@ from so_tui.machine import load_machine
 from so_tui.machine.known import MACHINES, machine_of, named_machine
 from so_tui.plan.notes import Note
 from so_tui.plan.planner import recommend
-from so_tui.spec import InputError
 from tests.support.machines import machine_json
 from tests.support.planning import spec_of
+from tests.support.problems import refusal
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -31,31 +31,20 @@ def test_named_machine_is_a_file_that_can_be_planned_for(name: str, tmp_path: Pa
     assert any(isinstance(fact, Note) and "not measured" in fact.text for fact in plan.warnings)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "nodes", "cpus", "siblings"),
-    [
-        ("gh200-480", 1, 1, 72, 0),
-        ("gh200-quad-120", 4, 4, 288, 0),
-        ("gb200-4", 4, 2, 144, 0),
-        ("h200-8", 8, 2, 224, 112),
-        ("mi300a-4", 4, 4, 192, 96),
-    ],
-)
-def test_hardware_is_as_named(name: str, gpus: int, nodes: int, cpus: int, siblings: int) -> None:
-    machine = named_machine(name)
-    assert (
-        len(machine.gpus),
-        len(machine.cpu_nodes),
-        len(machine.online_cpus),
-        len(machine.smt_siblings),
-    ) == (gpus, nodes, cpus, siblings)
+@pytest.mark.parametrize("name", MACHINES)
+def test_hardware_is_as_described(name: str) -> None:
+    machine, described = named_machine(name), MACHINES[name]
+    cores = described.nodes * described.cores
+    assert len(machine.gpus) == described.nodes * described.gpus_per_node
+    assert len(machine.cpu_nodes) == described.nodes
+    assert len(machine.online_cpus) == cores * described.threads
+    assert len(machine.smt_siblings) == (cores if described.threads > 1 else 0)
     assert {gpu.numa_node for gpu in machine.gpus} == {node.id for node in machine.cpu_nodes}
     for gpu in machine.gpus:
         if gpu.memory_node is not None:
-            assert machine.node(gpu.memory_node).kind == (
-                "cpu" if gpu.vendor == "amd" else "gpu-memory"
-            )
-    assert all(set(gpu.cpus) == set(machine.node(gpu.numa_node or 0).cpus) for gpu in machine.gpus)
+            kind = "cpu" if gpu.vendor == "amd" else "gpu-memory"
+            assert machine.node(gpu.memory_node).kind == kind
+        assert set(gpu.cpus) == set(machine.node(gpu.numa_node or 0).cpus)
 
 
 def test_name_comes_before_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,16 +69,12 @@ def test_what_is_neither_is_an_error_with_the_names(
     given: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        machine_of(given)
-    (problem,) = caught.value.problems
+    problem = refusal(lambda: machine_of(given))
     assert (problem.code, problem.field) == (code, "--machine")
     assert ("gh200-480" in problem.remedy) == (code == "unknown-machine")
 
 
-def test_command_lists_and_writes_machines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_command_lists_and_writes_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machines", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["machines"]) == list(MACHINES)
     assert main(["machines", "gb200-4", "--json"]) == 0

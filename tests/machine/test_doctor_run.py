@@ -8,95 +8,80 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from so_tui.cli import main
 from so_tui.machine.doctor import CheckContext, run
 from so_tui.machine.software import extensions_folder
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Machine
-from tests.support.doctor import GIB, Needs, found, healthy, kinds, only, with_gpu, with_software
+from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only
+from tests.support.machines import machine_json
 from tests.support.sysroots import ONE_GH200
 
-IN_MEMORY = ("warning", "checkpoints-in-memory")
-THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
+IN_MEMORY = "warning checkpoints-in-memory"
 
 
 def test_a_plan_that_does_not_fit_blocks() -> None:
-    short, mends = (
-        ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"),
-        ("4 GPUs hold it", "a larger part would"),
-    )
+    short = ("host node 0 needs 300 GiB", "each GPU needs 99 GiB")
+    mends = ("4 GPUs hold it", "a larger part would")
     finding = only(found(healthy(), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends)))
-    assert (finding.severity, finding.code, finding.evidence) == (
-        "blocks",
-        "plan-does-not-fit",
-        "; ".join(short),
-    )
+    assert brief((finding,)) == "blocks plan-does-not-fit"
+    assert finding.evidence == "; ".join(short)
     assert finding.remedy == "4 GPUs hold it; or a larger part would"
 
 
 @pytest.mark.parametrize(
-    ("share", "kind"),
-    [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))],
+    ("needed", "expected"),
+    [(50, ""), (95, "warning memory-limit"), (150, "blocks memory-limit-exceeded")],
 )
-def test_memory_limit_for_the_run(share: float, kind: tuple[str, str] | None) -> None:
+def test_memory_limit_for_the_run(needed: int, expected: str) -> None:
     machine = healthy(memory_limit_bytes=100 * GIB)
-    results = found(
-        machine,
-        plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}),
-    )
-    assert kinds(results) == ([kind] if kind else [])
-    without = Needs(
-        host_bytes_per_node={0: int(100 * share * GIB) + 80 * GIB}, host_optional_bytes=80 * GIB
-    )
-    assert kinds(found(machine, plan=without)) == kinds(results)
+    for needs in (
+        Needs(host_bytes_per_node={0: 40 * GIB, 1: (needed - 40) * GIB}),
+        Needs(host_bytes_per_node={0: (needed + 80) * GIB}, host_optional_bytes=80 * GIB),
+    ):
+        assert brief(found(machine, plan=needs)) == expected
 
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
-    machine, needs = healthy(), Needs(host_bytes_per_node={0: 30 * GIB})
-    finding = only(found(machine, files, tmp_path / "t", plan=needs))
-    assert (finding.severity, finding.code) == ("warning", "memory-in-use")
+    needs = Needs(host_bytes_per_node={0: 30 * GIB})
+    finding = only(found(healthy(), files, tmp_path, plan=needs))
+    assert brief((finding,)) == "warning memory-in-use"
     assert "available 20.0 GiB" in finding.evidence
-    for other, less in (
-        (machine, Needs(host_bytes_per_node={0: 10 * GIB})),
-        (machine, Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)),
-        (msgspec.structs.replace(machine, memory_grows=True), needs),
+    assert examined(tmp_path, plan=needs, machine={"memory_grows": True}) == ""
+    for less in (
+        Needs(host_bytes_per_node={0: 10 * GIB}),
+        Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB),
     ):
-        assert found(other, files, tmp_path / "t", plan=less) == ()
+        assert examined(tmp_path, plan=less) == ""
 
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    machine = healthy()
     absent = tmp_path / "runs" / "not yet there"
-    too_large = found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent)
-    assert kinds(too_large)[1:] in ([], [IN_MEMORY])
-    finding = too_large[0]
-    assert (finding.severity, finding.code) == ("blocks", "no-room-for-checkpoints")
-    assert str(tmp_path) in finding.evidence
-    fits = found(
-        machine, plan=Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4), checkpoints=absent
-    )
-    assert kinds(fits) in ([], [IN_MEMORY])  # where the tests' folder is one in memory
-    assert kinds(found(machine, checkpoints=tmp_path)) in ([], [IN_MEMORY]) or free < 10_000_000_000
+    too_large = found(healthy(), plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent)
+    in_memory = ("", IN_MEMORY)  # where the tests' folder is one in memory
+    assert brief(too_large[:1]) == "blocks no-room-for-checkpoints"
+    assert brief(too_large[1:]) in in_memory
+    assert str(tmp_path) in too_large[0].evidence
+    fits = Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4)
+    assert brief(found(healthy(), plan=fits, checkpoints=absent)) in in_memory
+    known = brief(found(healthy(), checkpoints=tmp_path))
+    assert known in in_memory or free < 10_000_000_000
     assert not absent.exists(), "a check creates nothing"
 
 
 def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
-    machine, needs = healthy(), Needs(disk_peak_bytes=1)
-    assert kinds(found(machine, plan=needs, checkpoints=Path("/dev/shm/runs"))) == [IN_MEMORY]
     link = tmp_path / "link"
     link.symlink_to("/dev/shm")
-    assert "/dev/shm" in only(found(machine, plan=needs, checkpoints=link / "runs")).evidence
-    assert found(machine, plan=needs, checkpoints=Path("/usr/runs")) == ()
+    for folder, expected in (("/dev/shm/runs", IN_MEMORY), (link, IN_MEMORY), ("/usr/runs", "")):
+        results = found(healthy(), plan=Needs(disk_peak_bytes=1), checkpoints=Path(folder))
+        assert brief(results) == expected
+        assert all("/dev/shm" in finding.evidence for finding in results)
 
 
-def test_largest_processes_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_largest_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
     needs = Needs(host_bytes_per_node={0: 1 << 60})
     (finding,) = run._check_memory(CheckContext(machine=healthy(), plan=needs, files=SystemFiles()))
@@ -104,55 +89,52 @@ def test_largest_processes_are_named(
     assert finding.evidence.count("(process ") == 3
 
 
-# (settings over DeepSpeed's own engine, changes of the machine, code)
-ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
-    ({"train.gradient_clipping": "1"}, {}, "clipping-stops-overlap"),
-    ({"offload.cpu_adam_cores_fraction": "0.9"}, {"allowed_cpus": tuple(range(9))}, "no-main-core"),
-    ({}, {"compute_mode": "Exclusive_Process"}, "gpu-allows-one-process"),
-    (
-        {},
-        {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
-        "expandable-segments",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "changes", "code"), ENGINE_TRAPS)
+@pytest.mark.parametrize(
+    ("settings", "changes", "code"),
+    [
+        ({"train.gradient_clipping": "1"}, {}, "clipping-stops-overlap"),
+        (
+            {"offload.cpu_adam_cores_fraction": "0.9"},
+            {"machine": {"allowed_cpus": tuple(range(9))}},
+            "no-main-core",
+        ),
+        ({}, {"gpu": {"compute_mode": "Exclusive_Process"}}, "gpu-allows-one-process"),
+        (
+            {},
+            {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+            "expandable-segments",
+        ),
+    ],
+)
 def test_traps_of_deepspeeds_engine_alone(
-    settings: dict[str, str], changes: dict[str, Any], code: str
+    settings: dict[str, str], changes: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
-    def codes(engine: str) -> list[str]:
-        machine: Machine = healthy(ONE_GH200)
-        if "compute_mode" in changes:
-            machine = with_gpu(machine, compute_mode=changes["compute_mode"])
-        if "allowed_cpus" in changes:
-            machine = msgspec.structs.replace(machine, allowed_cpus=changes["allowed_cpus"])
-        plan = Needs(changes={"gpus": "1", **THEIRS, **settings, "offload.engine": engine})
-        return [
-            finding.code
-            for finding in found(machine, plan=plan, environment=changes.get("environment", {}))
-        ]
-
-    assert code in codes("deepspeed")
-    assert code not in codes("so-tui")
+    chosen = {"gpus": "1", "train.gradient_clipping": "0", **settings}
+    for engine, trapped in (("deepspeed", True), ("so-tui", False)):
+        plan = Needs(changes={**chosen, "offload.engine": engine})
+        assert (code in examined(tmp_path, host=ONE_GH200, plan=plan, **changes)) == trapped
 
 
-def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
-    plan = Needs(mode="zerooffload")
-    without = with_software(healthy(), ninja=None, cuda_toolkit="13.0")
-    assert kinds(found(without, plan=plan)) == [("blocks", "no-ninja")]
-    other = with_software(healthy(), cuda_toolkit="12.8")
-    assert only(found(other, plan=plan)).code == "cuda-toolkit-mismatch"
-    assert found(other, plan=plan, environment={"DS_SKIP_CUDA_CHECK": "1"}) == ()
-    assert found(other, plan=Needs()) == (), "our own Adam needs no toolkit"
-    same = with_software(healthy(), cuda_toolkit="13.0")
-    home = {"HOME": "/home/a"}
-    assert (
-        only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code
-        == "adam-not-compiled"
-    )
-    built = {f"{extensions_folder(home)}/cpu_adam/cpu_adam.so": ""}
-    assert found(other, built, tmp_path / "u", plan=plan, environment=home) == ()
+BUILT = {f"{extensions_folder({'HOME': '/home/a'})}/cpu_adam/cpu_adam.so": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"software": {"ninja": None, "cuda_toolkit": "13.0"}}, "blocks no-ninja"),
+        ({"software": {"cuda_toolkit": "12.8"}}, "warning cuda-toolkit-mismatch"),
+        ({"environment": {"DS_SKIP_CUDA_CHECK": "1"}, "software": {"cuda_toolkit": "12.8"}}, ""),
+        ({"plan": Needs(), "software": {"cuda_toolkit": "12.8"}}, ""),  # our own needs no toolkit
+        ({"files": {}, "software": {"cuda_toolkit": "13.0"}}, "note adam-not-compiled"),
+        ({"files": BUILT, "software": {"cuda_toolkit": "12.8"}}, ""),
+    ],
+)
+def test_what_deepspeeds_adam_is_compiled_with(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    usual = {"plan": Needs(mode="zerooffload"), "environment": {"HOME": "/home/a"}}
+    folder = tmp_path if "files" in changes else None
+    assert examined(folder, **{**usual, **changes}) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,13 +152,12 @@ def test_the_time_limit_of_a_job(
     plan = Needs(changes=settings, step_s=step_s)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(1_000_000 + left_s)}
     results = found(healthy(), plan=plan, environment=environment, now=1_000_000.0)
-    assert kinds(results) == ([("warning", code)] if code else [])
+    assert brief(results) == (f"warning {code}" if code else "")
 
 
 def test_the_command_checks_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "machine.json"
-    host = ONE_GH200.machine()
-    machine.write_bytes(msgspec.json.encode(host))
+    machine.write_bytes(machine_json(ONE_GH200.machine()))
     assert main(["doctor", "--machine", str(machine)]) == 0
     capsys.readouterr()
     assert main(["doctor", "llama-3.3-70b", "--gpus", "1", "--machine", str(machine)]) == 3

@@ -14,7 +14,6 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 import superoffload
-from so_tui_trainer.engine_settings import engine_settings
 from superoffload import OffloadError, Progress, checkpoint
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -22,8 +21,7 @@ from tests.support.problems import coded
 BEFORE, AFTER = support.batches(3), support.batches(3, seed=9)
 STATES_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-
-
+Harm = Callable[[Path], object]
 LOADS_UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
@@ -35,17 +33,13 @@ def model(seed: int) -> torch.nn.Module:
 
 def ours(universal: Path) -> list[float]:
     """Return the losses of our engine in a script of one's own, from a universal checkpoint on."""
-    run, begun = support.spec("superoffload", 0.7), model(1)
-    settings = engine_settings(run, support.binding())
-    made, *_ = superoffload.initialize(
-        begun, support.parameter_groups(begun), settings, support.ds_config(run) | LOADS_UNIVERSAL
-    )
-    try:
-        made.load_checkpoint(str(universal))
-        assert made.global_steps == 3
-        return support.train(made, AFTER)
-    finally:
-        superoffload.close(made)
+    config = support.ds_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "ds_config", lambda *given: config(*given) | LOADS_UNIVERSAL)
+        with support.offloading(0.7, model(1)) as made:
+            made.load_checkpoint(str(universal))
+            assert made.global_steps == 3
+            return support.train(made, AFTER)
 
 
 def deepspeeds_own(universal: Path) -> list[float]:
@@ -55,9 +49,8 @@ def deepspeeds_own(universal: Path) -> list[float]:
 
     begun = model(1)
     config = support.ds_config(support.spec("zerooffload")) | LOADS_UNIVERSAL
-    optimizer = DeepSpeedCPUAdam(
-        support.parameter_groups(begun), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True
-    )
+    groups = support.parameter_groups(begun)
+    optimizer = DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
     made, *_ = deepspeed.initialize(model=begun, optimizer=optimizer, config=config)
     try:
         made.load_checkpoint(str(universal))
@@ -86,20 +79,21 @@ def test_converted_states_train_on_alike(mode: support.Mode, ratio: float, tmp_p
         assert found.progress[:2] == (3, 6)
         superoffload.write_states(found, tmp_path / f"from {source}")
         assert support.by_name(tmp_path / f"from {source}") == support.by_name(tmp_path / "ours")
-        with support.engine(support.spec("superoffload", 0.7), model=model(2)) as made:
+        with support.offloading(0.7, model(2)) as made:
             superoffload.load_state(made, tmp_path / f"from {source}")
             assert support.train(made, AFTER) == expected
 
 
 def rank_file(folder: Path, rank: int, flat: torch.Tensor, **state: Any) -> None:
     """One rank's optimizer states of one sub-group, as ZeRO-3 saves them."""
-    content = {
-        "optimizer_state_dict": {
-            "fp32_flat_groups": [flat],
-            "optimizer_state_dict": {"state": {0: state}, "param_groups": []},
-        }
-    }
-    torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    inner = {"state": {0: state}, "param_groups": []}
+    content = {"fp32_flat_groups": [flat], "optimizer_state_dict": inner}
+    file = folder / STATES_FILE.replace("rank_0_", f"rank_{rank}_")
+    torch.save({"optimizer_state_dict": content}, file)
+
+
+def described(**shapes: torch.Size) -> dict[str, Any]:
+    return {"param_shapes": [shapes], "global_steps": 7, "global_samples": 56}
 
 
 @pytest.fixture
@@ -107,10 +101,7 @@ def two_ranks(tmp_path: Path) -> Path:
     """A checkpoint of two ranks: ``a`` has 5 elements, and so a padded shard, ``b`` has 2."""
     folder = tmp_path / "saved" / "global_step7"
     folder.mkdir(parents=True)
-    shapes = [{"a": torch.Size([5]), "b": torch.Size([1, 2])}]
-    torch.save(
-        {"param_shapes": shapes, "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE
-    )
+    torch.save(described(a=torch.Size([5]), b=torch.Size([1, 2])), folder / MODEL_FILE)
     for rank, shard in enumerate(([0.0, 1.0, 2.0, 5.0], [3.0, 4.0, -9.0, 6.0])):  # -9 is padding
         flat = torch.tensor(shard)
         rank_file(folder, rank, flat, step=7, exp_avg=flat + 10, exp_avg_sq=flat + 20)
@@ -120,12 +111,8 @@ def two_ranks(tmp_path: Path) -> Path:
 
 def test_shards_of_ranks_are_joined_without_padding(two_ranks: Path) -> None:
     found = superoffload.deepspeed_states(two_ranks)
-    assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (
-        7,
-        56,
-        7,
-        {"a": 5, "b": 2},
-    )
+    assert (found.progress[:2], found.adam_step) == ((7, 56), 7)
+    assert found.numels == {"a": 5, "b": 2}
     states = {name: [kind.tolist() for kind in kinds] for name, kinds in found.read()}
     assert list(states) == ["a", "b"]
     assert states["a"] == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
@@ -137,20 +124,15 @@ def test_states_without_moments_begin_anew(two_ranks: Path, tmp_path: Path) -> N
     rank_file(two_ranks / "global_step7", 1, torch.tensor([3.0, 4.0, 0.0, 6.0]))
     found = superoffload.deepspeed_states(two_ranks)
     assert not found.moments
-    superoffload.write_states(found, tmp_path / "ours", lambda name: f"causal.{name}")
-    (saved,) = checkpoint.manifests(tmp_path / "ours")
-    assert [(group.names, group.moments) for group in saved.sub_groups] == [
-        (("causal.a",), False),
-        (("causal.b",), False),
-    ]
-    (tmp_path / "universal").mkdir()
-    superoffload.write_universal(
-        tmp_path / "ours",
-        tmp_path / "universal",
-        Progress(7, 56),
-        lambda name: name.removeprefix("causal."),
-    )
-    again = superoffload.deepspeed_states(tmp_path / "universal")
+    ours, universal = tmp_path / "ours", tmp_path / "universal"
+    superoffload.write_states(found, ours, lambda name: f"causal.{name}")
+    (saved,) = checkpoint.manifests(ours)
+    groups = [(group.names, group.moments) for group in saved.sub_groups]
+    assert groups == [(("causal.a",), False), (("causal.b",), False)]
+    universal.mkdir()
+    plain = lambda name: name.removeprefix("causal.")  # noqa: E731
+    superoffload.write_universal(ours, universal, Progress(7, 56), plain)
+    again = superoffload.deepspeed_states(universal)
     assert (again.adam_step, again.numels, again.moments) == (0, {"a": 5, "b": 2}, True)
     (_, (master_weights, *moments)), _ = again.read()
     assert master_weights.tolist() == [0, 1, 2, 3, 4]
@@ -158,70 +140,66 @@ def test_states_without_moments_begin_anew(two_ranks: Path, tmp_path: Path) -> N
     assert not any(moment.any() for moment in moments)
 
 
-class Hostile:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self._path}",)
-
-
 def linked(folder: Path) -> None:
     shutil.move(folder / MODEL_FILE, folder.parent / "elsewhere")
     (folder / MODEL_FILE).symlink_to(folder.parent / "elsewhere")
 
 
-OTHER_SIZES = {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56}
+def truncated(folder: Path) -> None:
+    os.truncate(folder / STATES_FILE, 500)
+
+
+def without(name: str) -> Harm:
+    return lambda folder: (folder / name).unlink()
+
+
+def saved_as(content: Any) -> Harm:
+    return lambda folder: torch.save(content, folder / MODEL_FILE)
 
 
 @pytest.mark.parametrize(
     ("harm", "code"),
     [
-        (lambda folder: os.truncate(folder / STATES_FILE, 500), "unreadable"),
-        (lambda folder: (folder / STATES_FILE).unlink(), "unreadable"),
+        (truncated, "unreadable"),
+        (without(STATES_FILE), "unreadable"),
         (linked, "unreadable"),
-        (lambda folder: torch.save(OTHER_SIZES, folder / MODEL_FILE), "unreadable"),
+        (saved_as(described(a=torch.Size([500]))), "unreadable"),
         (lambda folder: (folder / STATES_FILE.replace("00_o", "01_o")).touch(), "tensor-parallel"),
-        (lambda folder: (folder / MODEL_FILE).unlink(), "not-deepspeeds"),
-        (
-            lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})),
-            "unreadable",
-        ),
-        (lambda folder: torch.save([1], folder / MODEL_FILE), "unreadable"),
+        (without(MODEL_FILE), "not-deepspeeds"),
+        (lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({})), "unreadable"),
+        (saved_as([1]), "unreadable"),
         (lambda folder: (folder.parent / "latest").write_text("../../elsewhere"), "unreadable"),
     ],
 )
-def test_a_damaged_or_foreign_checkpoint_is_refused(
-    harm: Callable[[Path], None], code: str, two_ranks: Path
-) -> None:
+def test_a_damaged_or_foreign_checkpoint_is_refused(harm: Harm, code: str, two_ranks: Path) -> None:
     harm(two_ranks / "global_step7")
     with coded(OffloadError, code):
         list(superoffload.deepspeed_states(two_ranks).read())
 
 
+class Reduced:
+    """Is saved as the call of a function, which unpickling makes."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call[0], self._call[1:]
+
+
 def test_reading_a_checkpoint_runs_no_code_of_it(two_ranks: Path, tmp_path: Path) -> None:
-    torch.save({"param_shapes": Hostile(tmp_path / "ran")}, two_ranks / "global_step7" / MODEL_FILE)
+    hostile = Reduced(os.system, f"touch {tmp_path / 'ran'}")
+    torch.save({"param_shapes": hostile}, two_ranks / "global_step7" / MODEL_FILE)
     with coded(OffloadError, "unsafe-pickle"):
         superoffload.deepspeed_states(two_ranks)
     assert not (tmp_path / "ran").exists()
 
 
-class Attribute:
-    """Is saved as an attribute of ``kind``, as Python 3.11.2 saves the members of enums."""
-
-    def __init__(self, kind: object, name: str) -> None:
-        self._kind, self._name = kind, name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._kind, self._name)
-
-
 def test_the_stage_that_an_older_python_saved_is_read(two_ranks: Path) -> None:
+    """Python 3.11.2 saves the members of enums as attributes."""
     file = two_ranks / "global_step7" / MODEL_FILE
     model = torch.load(file, weights_only=True)
-    torch.save({**model, "zero_stage": Attribute(ZeroStageEnum, "weights")}, file)
+    torch.save({**model, "zero_stage": Reduced(getattr, ZeroStageEnum, "weights")}, file)
     assert superoffload.deepspeed_states(two_ranks).numels
 
 
@@ -230,15 +208,16 @@ def test_the_stage_that_an_older_python_saved_is_read(two_ranks: Path) -> None:
     [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro"), (torch.Tensor, "numpy"), (1, "real")],
 )
 def test_no_other_attribute_is_read(kind: object, name: str, two_ranks: Path) -> None:
-    torch.save({"param_shapes": Attribute(kind, name)}, two_ranks / "global_step7" / MODEL_FILE)
+    torch.save(
+        {"param_shapes": Reduced(getattr, kind, name)}, two_ranks / "global_step7" / MODEL_FILE
+    )
     with coded(OffloadError, "unsafe-pickle"):
         superoffload.deepspeed_states(two_ranks)
 
 
 def test_a_parameter_cannot_be_written_outside_the_folder(two_ranks: Path, tmp_path: Path) -> None:
-    superoffload.write_states(
-        superoffload.deepspeed_states(two_ranks), tmp_path / "ours", lambda name: f"../../{name}"
-    )
+    found = superoffload.deepspeed_states(two_ranks)
+    superoffload.write_states(found, tmp_path / "ours", lambda name: f"../../{name}")
     (tmp_path / "universal").mkdir()
     with coded(OffloadError, "impossible-name"):
         superoffload.write_universal(tmp_path / "ours", tmp_path / "universal", Progress(7, 56))

@@ -11,10 +11,8 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -28,9 +26,13 @@ from tests.support import engine as support
 pytestmark = pytest.mark.slow
 
 LONG_S = float(os.environ.get("SO_TUI_FUZZ_S", "0"))
-ALL = 1 << 30
-"""Bytes that let every sub-group speculate."""
 RUNS = 20
+ON_HOST: dict[str, Any] = {"device": "cpu"}
+WEIGHTS_ON_HOST = {"offload_param": ON_HOST}
+
+
+Factors = list[torch.Tensor]
+"""Of each parameter."""
 
 
 class Product(torch.nn.Module):
@@ -49,17 +51,9 @@ class Products(torch.nn.Module):
         super().__init__()
         self.parts = torch.nn.ModuleList(Product(shape) for shape in shapes)
 
-    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(
-            [part(each) for part, each in zip(self.parts, factors, strict=True)]
-        ).sum()
-
-
-@dataclass(frozen=True)
-class Step:
-    learning_rate: float
-    magnitudes: tuple[float, ...]
-    """Of each parameter's gradients."""
+    def forward(self, factors: Factors) -> torch.Tensor:
+        products = [part(each) for part, each in zip(self.parts, factors, strict=True)]
+        return torch.stack(products).sum()
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,8 @@ class Drawn:
     shapes: tuple[tuple[int, ...], ...]
     decays: tuple[float | None, ...]
     """Weight decay of each parameter's group; None for a group that leaves it to the settings."""
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[float, tuple[float, ...]], ...]
+    """Learning rate, and the magnitude of each parameter's gradients."""
     accumulation: int
     clipping: float
     dtype: torch.dtype
@@ -82,7 +77,7 @@ class Drawn:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == torch.bfloat16},
-            "zero_optimization": {"stage": 3, **self.zero},
+            "zero_optimization": {"stage": 3, **copy.deepcopy(self.zero)},
         }
 
     def model(self) -> Products:
@@ -95,17 +90,17 @@ class Drawn:
         for decay, parameter in zip(self.decays, parameters, strict=True):
             found.setdefault(decay, []).append(parameter)
         return [
-            {"params": members, **({} if decay is None else {"weight_decay": decay})}
+            {"params": members} if decay is None else {"params": members, "weight_decay": decay}
             for decay, members in found.items()
         ]
 
-    def factors(self) -> Iterator[tuple[Step, list[list[torch.Tensor]]]]:
-        """Yield each step with the factors of its micro-batches."""
+    def factors(self) -> Iterator[tuple[float, list[Factors]]]:
+        """Yield the learning rate of each step, and the factors of its micro-batches."""
         generator = torch.Generator().manual_seed(self.seed)
-        for step in self.steps:
-            sizes = list(zip(self.shapes, step.magnitudes, strict=True))
+        for learning_rate, magnitudes in self.steps:
+            sizes = list(zip(self.shapes, magnitudes, strict=True))
             yield (
-                step,
+                learning_rate,
                 [
                     [size * torch.randn(shape, generator=generator) for shape, size in sizes]
                     for _ in range(self.accumulation)
@@ -126,7 +121,7 @@ def drawn(seed: int) -> Drawn:
     )
     made = superoffload.Settings(
         ratio=draw.choice((0.0, 1.0, 1.0, draw.random(), draw.random())),
-        speculation_bytes=draw.choice((0, draw.randint(1, 50_000), ALL)),
+        speculation_bytes=draw.choice((0, draw.randint(1, 50_000), support.ALL)),
         learning_rate=1.0,
         beta1=draw.choice((0.0, 0.8, 0.9)),
         beta2=draw.choice((0.9, 0.95, 0.999)),
@@ -137,7 +132,7 @@ def drawn(seed: int) -> Drawn:
     for _ in range(draw.randint(3, 7)):
         size = power(-1, 1)
         magnitudes = tuple(draw.choice((0.0, size, size, size * power(-2, 1))) for _ in shapes)
-        steps.append(Step(draw.choice((0.0, power(-5, -1), power(-3, -1))), magnitudes))
+        steps.append((draw.choice((0.0, power(-5, -1), power(-3, -1))), magnitudes))
     return Drawn(
         shapes=shapes,
         decays=tuple(draw.choice((None, 0.0, 0.05, 0.5)) for _ in shapes),
@@ -153,13 +148,7 @@ def drawn(seed: int) -> Drawn:
             "stage3_param_persistence_threshold": draw.randint(0, 200),
             "stage3_max_live_parameters": draw.randint(0, 10_000),
             "overlap_comm": draw.random() < 0.5,
-            **draw.choice(
-                (
-                    {},
-                    {"offload_optimizer": {"device": "cpu", "ratio": 0.3}},
-                    {"offload_param": {"device": "cpu"}},
-                )
-            ),
+            **draw.choice(({}, {"offload_optimizer": ON_HOST | {"ratio": 0.3}}, WEIGHTS_ON_HOST)),
         },
         seed=seed,
     )
@@ -170,10 +159,7 @@ class Plain:
 
     def __init__(self, run: Drawn) -> None:
         self.run, self.model = run, run.model()
-        self.weights = [
-            parameter.detach().float().clone().requires_grad_()
-            for parameter in self.model.parameters()
-        ]
+        self.weights = [each.detach().float().clone() for each in self.model.parameters()]
         made = run.settings
         self.optimizer = torch.optim.AdamW(
             run.groups(list(self.weights)),
@@ -186,7 +172,7 @@ class Plain:
         self.largest = [0.0 for _ in self.weights]
         """Magnitude of each parameter's gradients so far."""
 
-    def step(self, learning_rate: float, micro_batches: list[list[torch.Tensor]]) -> float:
+    def step(self, learning_rate: float, micro_batches: list[Factors]) -> float:
         """Step and return the norm before clipping. Gradients are summed in float32."""
         sums = [torch.zeros_like(weights) for weights in self.weights]
         for factors in micro_batches:
@@ -208,41 +194,34 @@ class Plain:
 
 def try_run(run: Drawn) -> superoffload.OffloadStats:
     """Compare norms, states and weights with and without the engine; return its stats."""
-    plain, made_model = Plain(run), run.model()
-    names = [name for name, _ in made_model.named_parameters()]
-    made, *_ = superoffload.initialize(
-        made_model,
-        run.groups(list(made_model.parameters())),
-        run.settings,
-        copy.deepcopy(run.ds_config),
-    )
-    with (
-        closing(SimpleNamespace(close=lambda: superoffload.close(made))),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        for step, micro_batches in run.factors():
-            superoffload.set_learning_rate(made, step.learning_rate)
+    plain, model = Plain(run), run.model()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    groups = run.groups(list(parameters))
+    made, *_ = superoffload.initialize(model, groups, run.settings, run.ds_config)
+    try:
+        for learning_rate, micro_batches in run.factors():
+            superoffload.set_learning_rate(made, learning_rate)
             for factors in micro_batches:
                 made.backward(made(factors))
                 made.step()
-            assert superoffload.gradient_norm(made) == pytest.approx(
-                plain.step(step.learning_rate, micro_batches), rel=1e-6
-            )
+            expected_norm = plain.step(learning_rate, micro_batches)
+            assert superoffload.gradient_norm(made) == pytest.approx(expected_norm, rel=1e-6)
         stats = superoffload.stats(made)
-        superoffload.save_state(made, Path(folder) / "states")
-        saved = support.by_name(Path(folder) / "states")
-        assert sorted(saved) == sorted(names)
-        with deepspeed.zero.GatheredParameters(list(made_model.parameters())):
-            weights = [
-                parameter.detach().flatten().clone() for parameter in made_model.parameters()
-            ]
+        with tempfile.TemporaryDirectory() as folder:
+            superoffload.save_state(made, Path(folder))
+            saved = support.by_name(Path(folder))
+        with deepspeed.zero.GatheredParameters(list(parameters)):
+            weights = [each.detach().flatten().clone() for each in parameters]
+    finally:
+        superoffload.close(made)
+    assert saved.keys() == set(names)
+    taken = sum(learning_rate for learning_rate, _ in run.steps)
     for index, name in enumerate(names):
         steps, found = saved[name]
         assert steps == len(run.steps)
         master, first, second = (np.frombuffer(each, dtype=np.float32) for each in found)
         assert torch.equal(weights[index], torch.from_numpy(master.copy()).to(run.dtype)), name
         expected, state = plain.weights[index], plain.optimizer.state[plain.weights[index]]
-        taken = sum(step.learning_rate for step in run.steps)
         assert_close(master, expected, atol=1e-5 * taken)
         assert_close(first, state["exp_avg"], atol=1e-6 * plain.largest[index])
         assert_close(second, state["exp_avg_sq"], atol=1e-6 * plain.largest[index] ** 2)
@@ -256,9 +235,7 @@ def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor, atol: floa
 
 def seeds() -> Iterator[int]:
     """Yield the seeds of the fixed runs, or of new ones for as long as the environment says."""
-    if not LONG_S:
-        yield from range(RUNS)
-        return
+    yield from range(0 if LONG_S else RUNS)
     end = time.monotonic() + LONG_S
     while time.monotonic() < end:
         yield random.randrange(1 << 32)

@@ -6,14 +6,13 @@ import gc
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.transfers import seconds_between, transfers_for
 from tests.support import engine as support
 from tests.support import rank_processes
-from tests.support.python_path import checkout_path
+from tests.support.problems import coded
+from tests.support.python_path import checkout_path, printed
 from tests.support.reference_adamw import Reference, core_of
 
 pytestmark = [
@@ -62,7 +62,7 @@ def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
     ("clipping", "speculation_bytes"),
-    [(0.0, 0), (1e-3, 0), (1e6, 0), (1e-3, 1 << 30), (1e6, 1 << 30), (2.5, 1 << 30)],
+    [(0.0, 0), (1e-3, 0), (1e6, 0), (1e-3, support.ALL), (1e6, support.ALL), (2.5, support.ALL)],
 )
 def test_twenty_steps_are_those_of_float32_adamw(
     clipping: float, speculation_bytes: int, accumulation: int
@@ -70,10 +70,8 @@ def test_twenty_steps_are_those_of_float32_adamw(
     """The host never waits for the GPU: the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
-    with engine(
-        spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation),
-        speculation_bytes=speculation_bytes,
-    ) as made:
+    run = spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation)
+    with engine(run, speculation_bytes=speculation_bytes) as made:
         reference = Reference(made, clipping)
         taken = []
         for step, rate in enumerate(rates):
@@ -83,22 +81,19 @@ def test_twenty_steps_are_those_of_float32_adamw(
                 made.step()
             taken.append(reference.take())
         superoffload.synchronize(made)
-        norms = [
-            reference.step(rate, gradients) for rate, gradients in zip(rates, taken, strict=True)
-        ]
+        norms = [reference.step(*step) for step in zip(rates, taken, strict=True)]
         assert superoffload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
         assert len({group.on_gpu for group in reference.core.sub_groups}) == 2
         torch.cuda.synchronize()  # the last weights, which no forward has waited for
         reference.assert_same_states(made)
         for state in sub_group_states(made):
-            assert torch.equal(
-                state.weights, state.master_weights.to(support.DEVICE, torch.bfloat16)
-            )
+            cast = state.master_weights.to(support.DEVICE, torch.bfloat16)
+            assert torch.equal(state.weights, cast)
 
 
 @pytest.mark.parametrize(
     ("clipping", "speculation_bytes", "copies_bytes"),
-    [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)],
+    [(0.0, 0, support.ALL), (2.5, support.ALL, 0), (2.5, support.ALL, support.ALL)],
 )
 def test_a_background_save_is_the_state_of_its_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
@@ -118,12 +113,7 @@ def test_a_background_save_is_the_state_of_its_step(
                 support.train(made, data[5:])
                 finished.result()
             superoffload.verify_state(folder)
-            ends.append(
-                (
-                    (folder / "rank_00000.states").read_bytes(),
-                    support.states(made, tmp_path / f"end-{copying}"),
-                )
-            )
+            ends.append((support.saved_bytes(folder), support.states(made)))
     assert ends[0] == ends[1]
 
 
@@ -133,58 +123,49 @@ WIDE, SUB_GROUP_OF_WIDE = 2048, 20_000_000
 
 @pytest.mark.parametrize(("ratio", "clipping", "accumulation"), [(1.0, 1.0, 1), (0.5, 0.0, 2)])
 def test_host_weights_take_no_gpu_memory_and_change_no_bit(
-    ratio: float, clipping: float, accumulation: int, tmp_path: Path
+    ratio: float, clipping: float, accumulation: int
 ) -> None:
     data = support.batches(8 * accumulation)
     # cuBLAS allocates its workspace, 32 MiB for each thread that multiplies, at the first product
     # of a process and keeps it.
     support.Model().to(support.DEVICE, torch.bfloat16)(data[0].to(support.DEVICE)).backward()
-    losses, states, at_rest, moved = [], [], [], 0
-    parameters: Literal["none", "cpu"]
+    run: dict[str, Any] = {"clipping": clipping, "accumulation": accumulation}
+    run |= {"sub_group_size": SUB_GROUP_OF_WIDE, "learning_rate": 1e-4}
+    run |= {"bucket": SUB_GROUP_OF_WIDE, "speculation_bytes": support.ALL}
+    ends, at_rest, moved = [], [], 0
+    parameters: support.Parameters
     for parameters in ("none", "cpu"):
-        run = support.spec(
-            "superoffload",
-            ratio,
-            clipping=clipping,
-            accumulation=accumulation,
-            sub_group_size=SUB_GROUP_OF_WIDE,
-            parameters=parameters,
-            learning_rate=1e-4,
-        )
-        torch.manual_seed(run.train.seed)
+        torch.manual_seed(0)
         model = support.Model(width=WIDE)
         torch.nn.init.normal_(model.embedding.weight, std=0.02)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        with support.engine(
-            run, model=model, bucket=SUB_GROUP_OF_WIDE, speculation_bytes=1 << 30
-        ) as made:
-            losses.append(support.train(made, data))
+        with support.offloading(ratio, model, parameters=parameters, **run) as made:
+            losses = support.train(made, data)
             superoffload.synchronize(made)
             torch.cuda.synchronize()
             at_rest.append(torch.cuda.memory_allocated() - before)
-            states.append(hashlib.sha256(support.states(made, tmp_path / parameters)).hexdigest())
+            ends.append((losses, hashlib.sha256(support.states(made)).hexdigest()))
             groups = core_of(made).sub_groups
-            assert [group.weights.device.type == "cpu" for group in groups] == [
-                parameters == "cpu" and not group.on_gpu for group in groups
-            ]
+            for group in groups:
+                on_host = group.weights.device.type == "cpu"
+                assert on_host == (parameters == "cpu" and not group.on_gpu)
             moved = sum(group.weights.nbytes for group in groups if not group.on_gpu)
-            del groups
+            del groups, group
         del made, model
-    assert losses[0] == losses[1]
-    assert states[0] == states[1]
+    assert ends[0] == ends[1]
     assert moved > 90e6
     assert at_rest[0] - at_rest[1] == pytest.approx(moved, rel=0.05)
 
 
-def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
+def test_waiting_early_or_late_gives_the_same_bits() -> None:
     data = support.batches(STEPS)
     ends = []
     for lazy in (True, False):
         with engine(spec("superoffload", 0.5, clipping=1.0)) as made:
             core_of(made).lazy_weights = lazy
-            ends.append((support.train(made, data), support.states(made, tmp_path / str(lazy))))
+            ends.append((support.train(made, data), support.states(made)))
     assert ends[0] == ends[1]
 
 
@@ -206,69 +187,29 @@ def test_losses_follow_deepspeeds_own_superoffload() -> None:
     apart): 2 % of the loss allows for that, but not for a lost, doubled or late update.
     """
     data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
-    with deepspeeds_own(
-        spec("superoffload", 1.0, implementation="deepspeed", learning_rate=3e-4)
-    ) as theirs:
+    run = partial(spec, "superoffload", 1.0, learning_rate=3e-4)
+    with deepspeeds_own(run(implementation="deepspeed")) as theirs:
         expected = support.train(theirs, data)
-    with engine(spec("superoffload", 1.0, learning_rate=3e-4)) as ours:
+    with engine(run()) as ours:
         found = support.train(ours, data)
     assert found == pytest.approx(expected, rel=2e-2)
     assert found[-1] < 0.8 * found[0]
 
 
-@pytest.mark.parametrize(
-    ("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 0.5), ("gpu", 0.0)]
-)
-def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
-    run = spec(mode, ratio, clipping=1.0)
-    data = support.batches(15)
-    with engine(run) as whole:
-        support.train(whole, data[:5])
-        superoffload.save_state(whole, tmp_path / "middle")
-        losses = support.train(whole, data[5:])
-        expected = support.states(whole, tmp_path / "whole")
-    with engine(run) as second:
-        # What was trained before must have no effect.
-        support.train(second, support.batches(2, seed=9))
-        superoffload.load_state(second, tmp_path / "middle")
-        assert support.train(second, data[5:]) == losses
-        assert support.states(second, tmp_path / "end") == expected
-
-
 def test_a_killed_run_goes_on_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     """In every mode. The worker must end with its rank."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
-    (rank,) = rank_processes.start(script, ["first", str(tmp_path)], 1, accelerator="cuda")
+    start = partial(rank_processes.start, script, ranks=1, accelerator="cuda")
+    (rank,) = start(["first", str(tmp_path)])
     worker = rank_processes.worker_of(rank)
     rank.kill()
     rank.communicate()
     assert rank_processes.gone([worker])
-    rank_processes.finish(
-        rank_processes.start(script, ["second", str(tmp_path)], 1, accelerator="cuda")
-    )
-
-
-def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> None:
-    with engine(spec("superoffload", 0.5, clipping=1.0)) as first:
-        support.train(first, support.batches(5))
-        superoffload.save_state(first, tmp_path / "first")
-    expected = support.by_name(tmp_path / "first")
-    modes: tuple[tuple[support.Mode, float], ...] = (
-        ("gpu", 0.0),
-        ("zerooffload", 0.5),
-        ("superoffload", 1.0),
-    )
-    before = tmp_path / "first"
-    for mode, ratio in modes:
-        with engine(support.spec(mode, ratio, clipping=1.0, sub_group_size=2 * SUB_GROUP)) as made:
-            superoffload.load_state(made, before)
-            before = tmp_path / mode
-            superoffload.save_state(made, before)
-        assert support.by_name(before) == expected
+    rank_processes.finish(start(["second", str(tmp_path)]))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_is_located(clipping: float, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_located(clipping: float) -> None:
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
         support.train(made, support.batches(2))
         support.poison(made)
@@ -281,8 +222,7 @@ def test_a_gradient_that_is_not_finite_is_located(clipping: float, tmp_path: Pat
         assert caught.value.poisoned == (clipping == 0)
         if caught.value.poisoned:
             with pytest.raises(superoffload.NonFiniteGradientError):
-                superoffload.save_state(made, tmp_path)
-            assert not list(tmp_path.iterdir())
+                support.states(made)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
@@ -291,7 +231,7 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float) -> None:
         support.train(made, support.batches(2))
         os.kill(superoffload.worker_pid(made), signal.SIGKILL)  # type: ignore[arg-type]
         begin = time.monotonic()
-        with pytest.raises(superoffload.WorkerLostError, match=r"ended by SIGKILL"):  # noqa: PT012
+        with coded(superoffload.WorkerLostError, "worker-ended", match=r"ended by SIGKILL"):
             support.train(made, support.batches(2))
             superoffload.synchronize(made)
         assert time.monotonic() - begin < 5
@@ -341,12 +281,9 @@ print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_copying_threads_open_no_context_on_another_gpu() -> None:
     """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
-    command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == ["1000.0", "False"]
+    said = printed("-c", WEIGHTS_FROM_A_THREAD, env=environment)
+    assert said.split() == ["1000.0", "False"]
 
 
 @pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])

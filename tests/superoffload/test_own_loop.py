@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from examples import own_loop
 from so_tui_trainer.engine_settings import engine_settings
 from tests.support import engine as support
 from tests.support.problems import coded
-from tests.support.python_path import checkout_path
+from tests.support.python_path import checkout_path, printed
 from tests.support.reference_adamw import core_of
 
 
@@ -34,25 +31,29 @@ def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
 
 
-@pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
-def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: Path) -> None:
-    run = support.spec("superoffload", 0.5, clipping=1e6)
-    with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
+@pytest.mark.parametrize(
+    ("speculation_bytes", "parameters"), [(0, "none"), (support.ALL, "none"), (support.ALL, "cpu")]
+)
+def test_deepspeeds_script_reads_checkpoints(
+    speculation_bytes: int, parameters: support.Parameters, tmp_path: Path
+) -> None:
+    run = {"clipping": 1e6, "speculation_bytes": speculation_bytes, "parameters": parameters}
+    with support.offloading(0.5, support.OddModel(), **run) as made:
         support.train(made, support.batches(3))
         made.save_checkpoint(str(tmp_path))
-        saved = support.states(made, tmp_path / "saved")
-        core = core_of(made)
+        saved, core = support.states(made), core_of(made)
         weights = {
             name: core.state(index).master_weights[slice(*group.span(member))].clone()
             for index, group in enumerate(core.sub_groups)
             for member, name in enumerate(group.names)
         }
-        support.train(made, support.batches(2, seed=1))
+        losses = support.train(made, support.batches(2, seed=1))
         made.load_checkpoint(str(tmp_path))
-        assert support.states(made, tmp_path / "loaded") == saved
+        assert support.states(made) == saved
         assert core.steps_taken == 3
         for index, group in enumerate(core.sub_groups):
             assert torch.equal(group.weights, core.state(index).master_weights.bfloat16())
+        assert support.train(made, support.batches(2, seed=1)) == losses
     read = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     for name, expected in weights.items():
         found = read[name].flatten()
@@ -60,30 +61,27 @@ def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: P
 
 
 def test_a_checkpoint_of_other_sub_groups_is_refused(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        made.save_checkpoint(str(tmp_path / "theirs"))
-    with support.engine(support.spec("superoffload", 1.0, sub_group_size=5000)) as made:
-        before = support.states(made, tmp_path / "before")
+    with support.offloading() as made:
+        made.save_checkpoint(str(tmp_path))
+    with support.offloading(sub_group_size=5000) as made:
+        before = support.states(made)
         with coded(superoffload.OffloadError, "other-sub-groups"):
-            made.load_checkpoint(str(tmp_path / "theirs"))
-        assert support.states(made, tmp_path / "after") == before
-    shutil.rmtree(tmp_path / "theirs")
+            made.load_checkpoint(str(tmp_path))
+        assert support.states(made) == before
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize(("ratio", "empty"), [(0.0, False), (1.0, True), (1.0, False)])
 def test_an_untrained_group_lends_its_options_to_no_other(
-    ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ratio: float, empty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed before 0.19.1 counts only the groups that have some; later ones note places."""
     original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
 
     def without_places(optimizer: Any) -> Any:
         groups = original(optimizer)
-        return [
-            {key: value for key, value in group.items() if key != "_ds_source_param_group_id"}
-            for group in groups
-        ]
+        for group in groups:
+            group.pop("_ds_source_param_group_id", None)
+        return groups
 
     monkeypatch.setattr(
         DeepSpeedZeroOptimizer_Stage3, "_get_trainable_parameter_groups", without_places
@@ -94,28 +92,20 @@ def test_an_untrained_group_lends_its_options_to_no_other(
     for preceded in (False, True):
         torch.manual_seed(0)
         model = support.Model().to(support.DEVICE, torch.bfloat16)
-        frozen = [
+        frozen, trained = (group["params"] for group in support.parameter_groups(model))
+        for parameter in frozen:
             parameter.requires_grad_(False)
-            for parameter in model.parameters()
-            if parameter.dim() >= 2
-        ]
-        trained = {
-            "params": [parameter for parameter in model.parameters() if parameter.requires_grad],
-            "weight_decay": 0.0,
-        }
-        others = (
-            [{"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3}]
-            if preceded
-            else []
-        )
-        adamw = torch.optim.AdamW([*others, trained], lr=1e-2)
+        groups = [{"params": trained, "weight_decay": 0.0}]
+        if preceded:
+            groups.insert(0, {"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3})
+        adamw = torch.optim.AdamW(groups, lr=1e-2)
         with superoffload.replacing_optimizers(settings):
             made, *_ = deepspeed.initialize(
                 model=model, optimizer=adamw, config=support.ds_config(run)
             )
         try:
             support.train(made, support.batches(2))
-            found.append(support.states(made, tmp_path / str(preceded)))
+            found.append(support.states(made))
         finally:
             superoffload.close(made)
     assert found[0] == found[1]
@@ -152,15 +142,8 @@ def test_a_hf_trainer_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
         if name not in GROUP and not name.startswith("ACCELERATE_")
     }
     environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = json.loads(done.stdout.splitlines()[-1])
+    done = printed("-c", SCRIPT, str(tmp_path), env=environment)
+    losses = json.loads(done.splitlines()[-1])
     assert losses["ours"] == pytest.approx(losses["theirs"], rel=2e-3)
     assert losses["ours"] != losses["clipped"], "updates must show in the losses"
     assert losses["resumed"] == losses["ours"]

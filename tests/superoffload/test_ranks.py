@@ -1,4 +1,4 @@
-"""Several ranks over gloo, each with its own worker: killed, suspended, resumed."""
+"""Several ranks over gloo, each with its own worker: killed, suspended, resumed, resharded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support import rank_processes
+import superoffload
+from tests.support import engine as support
+from tests.support import engine_ranks, rank_processes
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +21,7 @@ pytestmark = pytest.mark.slow
 def start(
     part: str, folder: Path, ranks: int, port: int | None = None
 ) -> list[subprocess.Popen[str]]:
-    script = Path(rank_processes.__file__).with_name("engine_ranks.py")
-    return rank_processes.start(script, [part, str(folder)], ranks, port)
+    return rank_processes.start(engine_ranks.SCRIPT, [part, str(folder)], ranks, port)
 
 
 def test_three_ranks_of_which_some_hold_only_padding() -> None:
@@ -58,3 +60,21 @@ def test_watchdog_does_not_count_the_time_of_a_suspended_rank(tmp_path: Path) ->
     os.kill(worker, signal.SIGCONT)
     (tmp_path / "end").touch()
     rank_processes.finish([rank])
+
+
+def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None:
+    data, losses = support.batches(6), {}
+    for name, run, states in engine_ranks.formats():
+        with support.engine(run, states=states) as made:
+            support.train(made, data[:4])
+            superoffload.save_state(made, tmp_path / f"one {name}")
+            losses[name] = support.train(made, data[4:])
+    torch.save(losses, tmp_path / "losses")
+    rank_processes.finish(start("reshard", tmp_path, 2))
+    for name, run, states in engine_ranks.formats():
+        one, two = tmp_path / f"one {name}", tmp_path / f"two {name}"
+        assert support.by_name(two) == support.by_name(one)
+        with support.engine(run, states=states) as made:
+            superoffload.load_state(made, two)
+            assert support.states(made) == support.saved_bytes(one)
+            assert support.train(made, data[4:]) == losses[name]

@@ -50,13 +50,8 @@ def code_of(call: Callable[[], Any], *said: str) -> str:
 )
 def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: list[Any]) -> None:
     for value in values:
-        assert (
-            code_of(
-                partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value}),
-                f" {name} = {value!r} ",
-            )
-            == "settings"
-        )
+        make = partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value})
+        assert code_of(make, f" {name} = {value!r} ") == "settings"
 
 
 def test_settings_at_their_limits_are_possible() -> None:
@@ -81,35 +76,29 @@ def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "code", "said"),
+    ("zero", "code", "said"),
     [
-        ({"zero_optimization": {"stage": 2}}, "zero-stage", "zero_optimization.stage is 2"),
-        ({"zero_optimization": None}, "zero-stage", "zero_optimization.stage is None"),
-        ({"zero_optimization": 3}, "ds-config", "zero_optimization is 3"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": ["cpu"]}},
-            "ds-config",
-            "zero_optimization.offload_optimizer is ['cpu']",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
-            "ds-config",
-            "zero_optimization.reduce_bucket_size is 'big'",
-        ),
-        (
-            {"gradient_clipping": -1.0},
-            "ds-config",
-            "gradient_clipping is -1.0",
-        ),  # it would turn every gradient around
-        ({"gradient_clipping": float("nan")}, "ds-config", "gradient_clipping is nan"),
-        ({"gradient_clipping": "auto"}, "ds-config", "gradient_clipping is 'auto'"),
+        ({"stage": 2}, "zero-stage", "zero_optimization.stage is 2"),
+        (None, "zero-stage", "zero_optimization.stage is None"),
+        (3, "ds-config", "zero_optimization is 3"),
+        ({"offload_optimizer": ["cpu"]}, "ds-config", "offload_optimizer is ['cpu']"),
+        ({"reduce_bucket_size": "big"}, "ds-config", "reduce_bucket_size is 'big'"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}, "offload-param", "nvme"),
     ],
 )
-def test_an_impossible_config_is_refused(config: dict[str, Any], code: str, said: str) -> None:
+def test_an_impossible_config_is_refused(zero: Any, code: str, said: str) -> None:
     model = torch.nn.Linear(3, 2)
-    assert (
-        code_of(lambda: initialize(model, [{"params": model.parameters()}], **config), said) == code
-    )
+    zero = {"stage": 3, **zero} if isinstance(zero, dict) else zero
+    make = partial(initialize, model, model.parameters(), zero_optimization=zero)
+    assert code_of(make, said) == code
+
+
+@pytest.mark.parametrize("clipping", [-1.0, float("nan"), "auto"])
+def test_an_impossible_clipping_is_refused(clipping: Any) -> None:
+    """A negative one would turn every gradient around."""
+    model = torch.nn.Linear(3, 2)
+    make = partial(initialize, model, model.parameters(), gradient_clipping=clipping)
+    assert code_of(make, f"gradient_clipping is {clipping!r}") == "ds-config"
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
@@ -118,26 +107,18 @@ def test_what_only_the_gpus_adamw_can_do_is_refused(option: str) -> None:
     model = torch.nn.Linear(3, 2)
     groups = [{"params": [model.weight]}, {"params": [model.bias], option: True}]
     assert code_of(lambda: initialize(model, groups), "group 1", option) == "optimizer-option"
-    settings = superoffload.Settings(learning_rate=1e-3)
     config = support.ds_config(support.spec("superoffload"), torch.float32)
-    with superoffload.replacing_optimizers(settings):
-        theirs = torch.optim.AdamW(
-            model.parameters(), amsgrad=option == "amsgrad", maximize=option == "maximize"
-        )
-        assert (
-            code_of(lambda: deepspeed.initialize(model=model, optimizer=theirs, config=config))
-            == "optimizer-option"
-        )
+    options: dict[str, Any] = {option: True}
+    theirs = torch.optim.AdamW(model.parameters(), **options)
+    with superoffload.replacing_optimizers(superoffload.Settings(learning_rate=1e-3)):
+        make = partial(deepspeed.initialize, model=model, optimizer=theirs, config=config)
+        assert code_of(make) == "optimizer-option"
 
 
 def test_parameters_of_another_model_are_refused() -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(5, 7)
-    assert (
-        code_of(
-            lambda: initialize(model, [*model.parameters(), *other.parameters()]), "2", "(7, 5)"
-        )
-        == "other-parameters"
-    )
+    both = [*model.parameters(), *other.parameters()]
+    assert code_of(lambda: initialize(model, both), "2", "(7, 5)") == "other-parameters"
 
 
 def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
@@ -155,8 +136,5 @@ def test_an_impossible_learning_rate_is_refused(rate: float) -> None:
 
 
 def test_cores_out_of_reach_are_refused_by_number() -> None:
-    def make() -> None:
-        with support.engine(support.spec("superoffload"), adam_cpus=(0, 100_000)):
-            pass
-
-    assert code_of(make, "adam_cpus has 100000,") == "adam-cpus"
+    making = support.offloading(adam_cpus=(0, 100_000))
+    assert code_of(making.__enter__, "adam_cpus has 100000,") == "adam-cpus"

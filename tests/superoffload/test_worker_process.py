@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,12 @@ def test_nothing_is_left_behind() -> None:
     # DeepSpeed's and torch's names have one of them.
     numbers = (os.getpid(), int(os.environ["MASTER_PORT"]))
     before, used = named_after(*numbers), files_in_shared_memory(os.getpid())
-    with support.engine(support.spec("superoffload", 1.0)) as made:
+    with support.offloading() as made:
         support.train(made, support.batches(1))
         pid = superoffload.worker_pid(made)
         assert pid is not None
+        assert superoffload.uses_worker(made)
+        assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
         assert (files_in_shared_memory(pid), files_in_shared_memory(os.getpid())) == (set(), used)
     assert not Path(f"/proc/{pid}").exists()
@@ -47,24 +50,15 @@ def test_nothing_is_left_behind() -> None:
     superoffload.close(made)  # a second call is harmless
 
 
-def test_the_worker_computes_on_its_own_cores() -> None:
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        pid = superoffload.worker_pid(made)
-        assert pid is not None
-        assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
-
-
 def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     """The worker touches the pages first, so they are allocated by the policy that it inherits."""
     policy = MemoryPolicy(mode="bind", nodes=(0,))
     unbound = binding._memory_policy()
     bound = binding.bind(replace(support.binding(), memory_policy=policy))
     if bound.problem or unbound != "default":
-        pytest.skip(
-            bound.problem or f"the memory policy here is {unbound}, which cannot be set again"
-        )
+        pytest.skip(bound.problem or f"the memory policy {unbound} cannot be set again")
     try:
-        with support.engine(support.spec("superoffload", 1.0)) as made:
+        with support.offloading() as made:
             maps = Path(f"/proc/{superoffload.worker_pid(made)}/numa_maps").read_text().splitlines()
             (shared,) = [line for line in maps if STATES_MEMORY_NAME in line]
             assert "bind:0" in shared
@@ -83,7 +77,7 @@ def test_only_attached_threads_copy_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Transfers, "attach", lambda self: attached.add(threading.get_ident()))
     monkeypatch.setattr(Transfers, "weights_to_gpu", recording)
-    with support.engine(support.spec("superoffload", 1.0)) as made:
+    with support.offloading() as made:
         support.train(made, support.batches(2))
         superoffload.synchronize(made)
     assert copying
@@ -109,14 +103,9 @@ def test_a_worker_without_settings_ends_with_its_starter() -> None:
     )
     ours, theirs = os.pipe()
     waits, ends = os.pipe()
-    code = f"import os; os.dup2({waits}, 3)\n{start}"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=ours,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=(waits,),
-    ) as starter:
+    command = [sys.executable, "-c", f"import os; os.dup2({waits}, 3)\n{start}"]
+    piped: dict[str, Any] = {"stdin": ours, "stdout": subprocess.PIPE, "pass_fds": (waits,)}
+    with subprocess.Popen(command, text=True, **piped) as starter:
         assert starter.stdout is not None
         worker_process = os.pidfd_open(int(starter.stdout.readline()))
         starter.kill()
@@ -131,8 +120,7 @@ def test_a_worker_without_settings_ends_with_its_starter() -> None:
 @pytest.mark.parametrize("settings", [b"", b'{"cpus": [0]', b'{"cpus": [0]}'])
 def test_a_worker_whose_settings_were_cut_short_ends(settings: bytes) -> None:
     command = [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())]
-    done = subprocess.run(
-        command, input=settings, capture_output=True, timeout=LIMIT_S, check=False
-    )
+    piped: dict[str, Any] = {"input": settings, "capture_output": True}
+    done = subprocess.run(command, timeout=LIMIT_S, check=False, **piped)
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr

@@ -55,21 +55,14 @@ class Needs:
 
 def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
     """Return a live machine without findings, with some attributes changed."""
-    machine = host.machine()
-    gpus = tuple(
+    usual: dict[str, Any] = {"live": True, "software": INSTALLED}
+    usual |= {"shm_total_bytes": 200 * GIB, "shm_free_bytes": 200 * GIB}
+    usual["mpam"] = Mpam(state="mounted", evidence="")
+    usual["gpus"] = tuple(
         replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False)
-        for gpu in machine.gpus
+        for gpu in host.machine().gpus
     )
-    mounted = Mpam(state="mounted", evidence="")
-    base = {
-        "live": True,
-        "software": INSTALLED,
-        "gpus": gpus,
-        "mpam": mounted,
-        "shm_total_bytes": 200 * GIB,
-        "shm_free_bytes": 200 * GIB,
-    }
-    return replace(machine, **(base | changes))
+    return replace(host.machine(), **(usual | changes))
 
 
 def with_gpu(machine: Machine, **changes: Any) -> Machine:
@@ -95,14 +88,33 @@ def found(
     return _run_checks(CheckContext(machine=machine, **context))
 
 
-def kinds(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
-    """Return severity and code of each finding."""
-    return [(finding.severity, finding.code) for finding in findings]
+def examined(
+    folder: Path | None,
+    *,
+    host: Host = QUAD_GH200,
+    gpu: dict[str, Any] | None = None,
+    software: dict[str, Any] | None = None,
+    machine: dict[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+    **context: Any,
+) -> str:
+    """Return severity and code of each finding about a healthy host with these changes."""
+    changed = healthy(host, **(machine or {}))
+    if gpu:
+        changed = with_gpu(changed, **gpu)
+    if software:
+        changed = with_software(changed, **software)
+    return brief(found(changed, files, folder, **context))
+
+
+def brief(findings: tuple[Finding, ...]) -> str:
+    """Return severity and code of each finding, which must have all its texts."""
+    for finding in findings:
+        assert all([finding.title, finding.evidence, finding.cost, finding.remedy]), finding
+    return ", ".join(f"{finding.severity} {finding.code}" for finding in findings)
 
 
 def only(findings: tuple[Finding, ...]) -> Finding:
     """Return the single finding, which must have all its texts."""
-    assert len(findings) == 1, kinds(findings)
-    (finding,) = findings
-    assert all([finding.code, finding.title, finding.evidence, finding.cost, finding.remedy])
-    return finding
+    assert len(findings) == 1, brief(findings)
+    return findings[0]

@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -25,14 +25,17 @@ from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
 torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
 
 Mode = Literal["superoffload", "zerooffload", "gpu"]
+Parameters = Literal["none", "cpu"]
 
+OF_SPEC = {"clipping", "accumulation", "sub_group_size", "parameters", "learning_rate"}
+"""Arguments of ``spec`` that ``offloading`` takes."""
 WIDTH = 25
 LAYERS = 6
+ALL = 1 << 30
+"""Bytes that let every sub-group of the small model speculate, or be copied."""
 DEVICE = torch.device("cuda" if os.environ["DS_ACCELERATOR"] == "cuda" else "cpu")
 
 
@@ -69,6 +72,10 @@ class Model(torch.nn.Module):
         )
 
 
+TRAINABLE = sum(parameter.numel() for parameter in Model().parameters() if parameter.requires_grad)
+"""Elements of the small model whose states are stepped."""
+
+
 class OddModel(Model):
     """A model with parameters of one and two elements, and one that is larger than a sub-group."""
 
@@ -82,38 +89,37 @@ class OddModel(Model):
         return super().forward(tokens) * self.scale.squeeze(0) * turn
 
 
-class Poison(torch.autograd.Function):
-    """The identity with a gradient of NaN."""
+def spoil(made: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+    """Change the gradient that the third block gets, until the returned hook is removed."""
 
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+    def follow(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(change)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * float("nan")
+    return made.module.blocks[2].register_forward_hook(follow)  # type: ignore[no-any-return]
 
 
 def poison(made: Any) -> RemovableHandle:
     """Make every gradient below the third block NaN from now on, until the hook is removed."""
-    return made.module.blocks[2].register_forward_hook(  # type: ignore[no-any-return]
-        lambda module, inputs, output: Poison.apply(output)  # type: ignore[no-untyped-call]
-    )
+    return spoil(made, lambda gradient: gradient * float("nan"))
+
+
+def skip_step(made: Any, data: list[torch.Tensor]) -> None:
+    """Train a step with a gradient that is not finite, which is skipped."""
+    before = made.skipped_steps
+    hook = poison(made)
+    train(made, data)
+    hook.remove()
+    assert made.skipped_steps == before + 1
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return matrices with weight decay and the rest without, as the trainer does."""
-    parameters = list(model.parameters())
-    shape = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
+    groups: tuple[list[torch.nn.Parameter], ...] = ([], [])
+    for parameter in model.parameters():
+        groups[len(getattr(parameter, "ds_shape", parameter.shape)) < 2].append(parameter)
     return [
-        {
-            "params": [p for p, s in zip(parameters, shape, strict=True) if len(s) >= 2],
-            "weight_decay": 0.05,
-        },
-        {
-            "params": [p for p, s in zip(parameters, shape, strict=True) if len(s) < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": group, "weight_decay": decay}
+        for group, decay in zip(groups, (0.05, 0.0), strict=True)
     ]
 
 
@@ -125,7 +131,7 @@ def spec(
     accumulation: int = 1,
     sub_group_size: int = 2000,
     implementation: Literal["so-tui", "deepspeed"] = "so-tui",
-    parameters: Literal["none", "cpu"] = "none",
+    parameters: Parameters = "none",
     **train: Any,
 ) -> RunSpec:
     # stands for the small model, which has no preset; only its largest layer is read
@@ -175,11 +181,8 @@ def ds_config(
         "stage3_param_persistence_threshold": 100,
     }
     if run.offload.mode != "gpu":
-        zero["offload_optimizer"] = {
-            "device": "cpu",
-            "ratio": run.offload.ratio,
-            "pin_memory": False,
-        }
+        ratio = run.offload.ratio
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio, "pin_memory": False}
     if run.offload.parameters == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if run.offload.mode == "superoffload" and run.offload.engine == "deepspeed":
@@ -202,14 +205,8 @@ def ensure_process_group() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     superoffload.join_process_group(
         dist_backend="nccl" if DEVICE.type == "cuda" else "gloo",
         auto_mpi_discovery=False,
@@ -242,6 +239,16 @@ def engine(
         superoffload.close(made)
 
 
+@contextmanager
+def offloading(
+    ratio: float = 1.0, model: torch.nn.Module | None = None, **given: Any
+) -> Iterator[Any]:
+    """Make an engine with our optimizer from arguments of ``spec``, of ``engine``, and settings."""
+    described = {name: given.pop(name) for name in OF_SPEC & given.keys()}
+    with engine(spec("superoffload", ratio, **described), model=model, **given) as made:
+        yield made
+
+
 def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 50, (2, 16), generator=generator) for _ in range(count)]
@@ -268,27 +275,12 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
     """Return the step and the bytes of each parameter's saved state, joined from all ranks."""
-    saved = checkpoint.manifests(folder)
-    files = [
-        np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)
-        for manifest in saved
-    ]
-    found = {}
-    start = 0
-    for group in saved[0].sub_groups:
-        offset = start
-        for name, numel in zip(group.names, group.numels, strict=True):
-            shard = -(-numel // len(saved))
-            wholes = [
-                np.concatenate([file[offset + kind * group.numel :][:shard] for file in files])[
-                    :numel
-                ]
-                for kind in range(3)
-            ]
-            found[name] = (group.step, [whole.tobytes() for whole in wholes])
-            offset += shard
-        start += 3 * group.numel
-    return found
+    groups = checkpoint.manifests(folder)[0].sub_groups
+    steps = {name: group.step for group in groups for name in group.names}
+    return {
+        name: (steps[name], [kind.numpy().tobytes() for kind in kinds])
+        for name, kinds in checkpoint.saved_states(folder)
+    }
 
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
@@ -306,7 +298,13 @@ def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
     )
 
 
-def states(made: Any, folder: Path, rank: int = 0) -> bytes:
+def states(made: Any, folder: Path | None = None, rank: int = 0) -> bytes:
     """Return what ``save_state`` writes: equal bytes are equal states."""
-    superoffload.save_state(made, folder)
+    with TemporaryDirectory() as temporary:
+        superoffload.save_state(made, folder := folder or Path(temporary))
+        return saved_bytes(folder, rank)
+
+
+def saved_bytes(folder: Path, rank: int = 0) -> bytes:
+    """Return the states of a rank as they were saved."""
     return (folder / f"rank_{rank:05d}.states").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 
@@ -18,32 +19,19 @@ def superchips(
     cores: int = 72,
 ) -> Machine:
     """``count`` Grace Hopper superchips, one CPU node and one GPU memory node per chip."""
-    nodes = [
-        NumaNode(
-            id=chip,
-            kind="cpu",
-            cpus=tuple(range(cores * chip, cores * chip + cores)),
-            memory_total_bytes=node_mib * MIB,
-        )
-        for chip in range(count)
-    ]
-    gpus = [
-        Gpu(
-            index=chip,
-            name=name,
-            pci_bus_id=f"00{chip}9:01:00.0",
-            numa_node=chip,
-            memory_node=count + 8 * chip,
-            cpus=nodes[chip].cpus,
-            memory_total_bytes=hbm_mib * MIB,
-            c2c=True,
-        )
-        for chip in range(count)
-    ]
-    nodes += [
-        NumaNode(id=count + 8 * chip, kind="gpu-memory", cpus=(), memory_total_bytes=hbm_mib * MIB)
-        for chip in range(count)
-    ]
+    nodes: list[NumaNode] = []
+    memories: list[NumaNode] = []
+    gpus: list[Gpu] = []
+    for chip in range(count):
+        cpus, own = tuple(range(cores * chip, cores * (chip + 1))), count + 8 * chip
+        node = NumaNode(id=chip, kind="cpu", cpus=cpus, memory_total_bytes=node_mib * MIB)
+        memory = replace(node, id=own, kind="gpu-memory", cpus=(), memory_total_bytes=hbm_mib * MIB)
+        gpu = Gpu(index=chip, name=name, pci_bus_id=f"00{chip}9:01:00.0", c2c=True)
+        place = {"numa_node": chip, "memory_node": own, "cpus": cpus}
+        nodes.append(node)
+        memories.append(memory)
+        gpus.append(replace(gpu, memory_total_bytes=hbm_mib * MIB, **place))
+    nodes += memories
     return _machine(f"gh200-{count}x", "Neoverse-V2", "aarch64", nodes, gpus)
 
 
@@ -57,16 +45,17 @@ def x86(
 ) -> Machine:
     """One CPU node, with GPUs on PCIe when ``gpu`` names one."""
     node = NumaNode(id=0, kind="cpu", cpus=tuple(range(cores)), memory_total_bytes=memory_mib * MIB)
+    one = Gpu(
+        index=0,
+        name=gpu,
+        pci_bus_id="",
+        numa_node=0,
+        cpus=node.cpus,
+        memory_total_bytes=gpu_mib * MIB,
+        vendor="amd" if "AMD" in gpu else "nvidia",
+    )
     gpus = [
-        Gpu(
-            index=index,
-            name=gpu,
-            pci_bus_id=f"0000:{index + 1:02x}:00.0",
-            numa_node=0,
-            cpus=node.cpus,
-            memory_total_bytes=gpu_mib * MIB,
-            vendor="amd" if "AMD" in gpu else "nvidia",
-        )
+        replace(one, index=index, pci_bus_id=f"0000:{index + 1:02x}:00.0")
         for index in range(gpu_count if gpu else 0)
     ]
     return _machine("box", "Xeon", "x86_64", [node], gpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
 from superoffload.gpu_states import Gradient
 from superoffload.optimizer import SuperOffload
+
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Reference:
@@ -21,29 +23,20 @@ class Reference:
         self.core = core_of(made)
         self.clipping = clipping
         self.master_weights = [
-            self.core.state(index)
-            .master_weights.to(group.weights.device, copy=True)
-            .requires_grad_()
+            self.core.state(index).master_weights.to(group.weights.device, copy=True)
             for index, group in enumerate(self.core.sub_groups)
         ]
         groups = made.optimizer.optimizer.param_groups
+        options = [groups[sub_group.parameter_group] for sub_group in self.core.sub_groups]
         self.optimizer = torch.optim.AdamW(
             [
-                {
-                    "params": [weights],
-                    **{
-                        key: groups[sub_group.parameter_group][key]
-                        for key in ("lr", "betas", "eps", "weight_decay")
-                    },
-                }
-                for weights, sub_group in zip(
-                    self.master_weights, self.core.sub_groups, strict=True
-                )
+                {"params": [weights], **{key: group[key] for key in OPTIONS}}
+                for weights, group in zip(self.master_weights, options, strict=True)
             ],
             foreach=False,
         )
         self.reset()
-        self._record_gradients()
+        watch_gradients(self.core, self._record)
 
     def reset(self) -> None:
         self.gradients = [torch.zeros_like(weights) for weights in self.master_weights]
@@ -58,9 +51,8 @@ class Reference:
         """Step with the gradients since the last step or ``taken``; return the norm of all."""
         if taken is not None:
             self.gradients = taken
-        squares = torch.stack(
-            [gradient.double().square().sum() for gradient in self.gradients]
-        ).sum()
+        sums = [gradient.double().square().sum() for gradient in self.gradients]
+        squares = torch.stack(sums).sum()
         torch.distributed.all_reduce(squares)
         norm = math.sqrt(float(squares))
         scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
@@ -82,36 +74,34 @@ class Reference:
             assert distance(first, self.optimizer.state[expected]["exp_avg"]) < 1e-6
             assert distance(second, self.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
 
-    def _record_gradients(self) -> None:
-        core, receive = self.core, self.core.receive
+    def _record(self, gradient: Gradient) -> None:
+        begin = self.core.sub_groups[gradient.sub_group].offsets[gradient.member]
+        values = gradient.values.flatten().float()
+        self.gradients[gradient.sub_group][begin : begin + values.numel()] += values
 
-        def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
-            for gradient in gradients:
-                begin = core.sub_groups[gradient.sub_group].offsets[gradient.member]
-                values = gradient.values.flatten()
-                self.gradients[gradient.sub_group][begin : begin + values.numel()] += values.float()
-            receive(gradients, boundary=boundary)
 
-        core.receive = recording  # type: ignore[method-assign]
+def watch_gradients(core: SuperOffload, see: Callable[[Gradient], None]) -> None:
+    """Call ``see`` with every gradient that the optimizer gets, before it has it."""
+    receive = core.receive
+
+    def watching(gradients: Sequence[Gradient], *, boundary: bool) -> None:
+        for gradient in gradients:
+            see(gradient)
+        receive(gradients, boundary=boundary)
+
+    core.receive = watching  # type: ignore[method-assign]
 
 
 def record_gradients(made: Any) -> list[tuple[str, str]]:
     """Return a growing list of name and digest of every gradient that the optimizer gets."""
     core, found = core_of(made), list[tuple[str, str]]()
-    receive = core.receive
 
-    def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
-        for gradient in gradients:
-            values = gradient.values.detach().cpu().contiguous().view(torch.uint8).numpy()
-            found.append(
-                (
-                    core.sub_groups[gradient.sub_group].names[gradient.member],
-                    hashlib.sha256(values.tobytes()).hexdigest(),
-                )
-            )
-        receive(gradients, boundary=boundary)
+    def record(gradient: Gradient) -> None:
+        values = gradient.values.detach().cpu().contiguous().view(torch.uint8).numpy()
+        name = core.sub_groups[gradient.sub_group].names[gradient.member]
+        found.append((name, hashlib.sha256(values.tobytes()).hexdigest()))
 
-    core.receive = recording  # type: ignore[method-assign]
+    watch_gradients(core, record)
     return found
 
 
@@ -125,7 +115,5 @@ def core_of(made: Any) -> SuperOffload:
 def distance(found: torch.Tensor | None, expected: torch.Tensor) -> float:
     """Return the norm of the difference, relative to ``expected``."""
     assert found is not None
-    expected = expected.to(found.device)
-    return float(
-        (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
-    )
+    wide = expected.to(found.device).double()
+    return float((found.double() - wide).norm() / wide.norm().clamp_min(1e-30))

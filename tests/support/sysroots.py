@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from so_tui.machine import Machine, cpu_ranges, inspect_machine
 from tests.support.kfd import apu_files
 
+DATA = Path(__file__).parents[1] / "data"
 GRACE_MIDR = "0x00000000410fd4f0\n"
 
 
@@ -26,12 +29,17 @@ def build_sysroot(tab_text: str, folder: Path) -> Path:
 
 def build_files(files: dict[str, str], folder: Path) -> Path:
     """Write files below a folder from their contents by absolute path."""
-    return build_sysroot(
-        "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in files.items()),
-        folder,
-    )
+    return build_sysroot(listed(files), folder)
 
 
+def listed(files: dict[str, str]) -> str:
+    """Return files as the text that ``build_sysroot`` reads."""
+    return "\n".join(f"{name}\t{text}".replace("\n", "\\n") for name, text in files.items())
+
+
+CPU = "processor\t: 0\nvendor_id\t: {}\nmodel name\t: {}\n"
+INTEL_CPU = CPU.format("GenuineIntel", "Intel(R) Xeon(R) Platinum 8480+")
+AMD_CPU = CPU.format("AuthenticAMD", "AMD Instinct MI300A Accelerator")
 _inspected: dict[str, Machine] = {}
 
 
@@ -56,9 +64,8 @@ class Host:
 
     def listing(self) -> str:
         """Return the files as text for ``build_sysroot``."""
-        files = {
-            "/sys/devices/system/cpu/online": ",".join(cpus for cpus, _ in self.cpu.values()) + "\n"
-        }
+        online = ",".join(cpus for cpus, _ in self.cpu.values())
+        files = {"/sys/devices/system/cpu/online": f"{online}\n"}
         nodes = sorted([*self.cpu, *self.hbm, *self.empty])
         lists: dict[str, Iterable[int]] = {
             "online": nodes,
@@ -75,22 +82,16 @@ class Host:
             cpus, mib = self.cpu.get(node, ("", self.hbm[node][0] if node in self.hbm else 0))
             folder = f"/sys/devices/system/node/node{node}"
             files[f"{folder}/cpulist"] = f"{cpus}\n"
-            files[f"{folder}/distance"] = (
-                " ".join(str(self._distance(node, other)) for other in nodes) + "\n"
-            )
+            distances = (str(self._distance(node, other)) for other in nodes)
+            files[f"{folder}/distance"] = f"{' '.join(distances)}\n"
+            shares = {"MemTotal": mib * 1024, "MemFree": mib * 512, "FilePages": mib * 2}
             files[f"{folder}/meminfo"] = "".join(
-                f"Node {node} {name}: {kib:>14} kB\n"
-                for name, kib in (
-                    ("MemTotal", mib * 1024),
-                    ("MemFree", mib * 512),
-                    ("FilePages", mib * 1024 // 512),
-                )
+                f"Node {node} {name}: {kib:>14} kB\n" for name, kib in shares.items()
             )
         for core in self.smt:
             for cpu in core:
-                files[f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list"] = (
-                    f"{cpu_ranges(core)}\n"
-                )
+                name = f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list"
+                files[name] = f"{cpu_ranges(core)}\n"
         for address, device, node in self.gpus:
             folder = f"/sys/bus/pci/devices/{address}"
             vendor, kind = ("0x1002", "0x120000") if self.apus else ("0x10de", "0x030200")
@@ -98,29 +99,17 @@ class Host:
                 f"{folder}/vendor": f"{vendor}\n",
                 f"{folder}/device": f"{device:#06x}\n",
                 f"{folder}/class": f"{kind}\n",
-            }
-            files |= {
                 f"{folder}/numa_node": f"{node}\n",
                 f"{folder}/local_cpulist": f"{self.cpu[node][0] if node >= 0 else ''}\n",
             }
         if self.grace:
             files["/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"] = GRACE_MIDR
             files["/sys/devices/system/memory/auto_online_blocks"] = "online_movable\n"
-        elif self.apus:
-            files["/proc/cpuinfo"] = (
-                "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD Instinct MI300A "
-                "Accelerator\n"
-            )
-            files |= apu_files([mib for _, mib in self.cpu.values()])
         else:
-            files["/proc/cpuinfo"] = (
-                "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) "
-                "Platinum 8480+\n"
-            )
-        return "\n".join(
-            f"{name}\t{content}".replace("\n", "\\n")
-            for name, content in (files | self.extra).items()
-        )
+            files["/proc/cpuinfo"] = AMD_CPU if self.apus else INTEL_CPU
+        if self.apus:
+            files |= apu_files([mib for _, mib in self.cpu.values()])
+        return listed(files | self.extra)
 
     def _distance(self, node: int, other: int) -> int:
         if node == other:
@@ -157,102 +146,33 @@ class Host:
         return _inspected[repr(self)]
 
 
-def _partitions(hbm: Iterable[int]) -> tuple[int, ...]:
-    """Return the seven empty nodes that follow each GPU's own."""
-    return tuple(first + offset for first in hbm for offset in range(1, 8))
-
-
-ONE_GH200 = Host(
-    cpu={0: ("0-71", 490037)},
-    hbm={1: (97280, 0)},
-    empty=_partitions([1]),
-    gpus=(("0009:01:00.0", 0x2342, 0),),
-)
-ONE_GH200_CDMM = Host(
-    cpu={0: ("0-71", 490037)},
-    gpus=(("0009:01:00.0", 0x2342, 0),),
-    extra={"/proc/driver/nvidia/params": 'CoherentGPUMemoryMode: "driver"\n'},
-)
-ONE_GH200_HBM_ONLY = Host(
-    cpu={0: ("0-71", 490037)}, hbm={1: (97280, 0)}, gpus=(("0009:01:00.0", 0x2342, 0),)
-)
-QUAD_GH200 = Host(
-    cpu={
-        n: (f"{72 * n}-{72 * n + 71}", mib)
-        for n, mib in enumerate((119808, 122688, 122688, 122624))
-    },
-    hbm={4 + 8 * g: (97280, g) for g in range(4)},
-    empty=_partitions(4 + 8 * g for g in range(4)),
-    gpus=tuple((f"00{g}9:01:00.0", 0x2342, g) for g in range(4)),
-)
-QUAD_GH200_HBM_ONLY = Host(
-    cpu=QUAD_GH200.cpu, hbm={4 + g: (97280, g) for g in range(4)}, gpus=QUAD_GH200.gpus
-)
-NVL2 = Host(
-    cpu={0: ("0-71", 483094), 1: ("72-143", 481158)},
-    hbm={2: (146176, 0), 10: (146176, 1)},
-    empty=_partitions([2, 10]),
-    gpus=(("0009:01:00.0", 0x2348, 0), ("0019:01:00.0", 0x2348, 1)),
-)
-GB200 = Host(
-    cpu={0: ("0-71", 489935), 1: ("72-143", 489795)},
-    hbm={2: (188416, 0), 10: (188416, 0), 18: (188416, 1), 26: (188416, 1)},
-    empty=_partitions([2, 10, 18, 26]),
-    gpus=tuple(
-        (f"{domain}:01:00.0", 0x2941, node)
-        for domain, node in (("0008", 0), ("0009", 0), ("0018", 1), ("0019", 1))
-    ),
-)
-GB200_CDMM = Host(cpu=GB200.cpu, gpus=GB200.gpus)
-EIGHT_H100 = Host(
-    cpu={0: ("0-55,112-167", 1031000), 1: ("56-111,168-223", 1032000)},
-    gpus=tuple(
-        (f"0000:{bus}:00.0", 0x2330, node)
-        for bus, node in zip(
-            ("18", "2a", "3a", "5d", "9a", "ab", "ba", "db"), [0] * 4 + [1] * 4, strict=True
-        )
-    ),
-    grace=False,
-)
-EIGHT_H200 = Host(
-    cpu=EIGHT_H100.cpu,
-    gpus=tuple((address, 0x2335, node) for address, _, node in EIGHT_H100.gpus),
-    grace=False,
-)
-ONE_H200_GUEST = Host(cpu={0: ("0-15", 9435)}, gpus=(("0000:05:00.0", 0x2335, -1),), grace=False)
-"""A virtual machine whose memory grows, and whose bus does not report the GPU's node."""
-FOUR_H100_SUBNUMA = Host(
-    cpu={n: (f"{28 * n}-{28 * n + 27}", 257000) for n in range(4)},
-    gpus=tuple((f"0000:{bus}:00.0", 0x2330, n) for n, bus in enumerate(("18", "5d", "9a", "db"))),
-    grace=False,
-    smt=tuple((first, first + 1) for first in range(0, 112, 2)),
-)
-"""Two sockets of two nodes each (sub-NUMA); threads of a core have consecutive numbers."""
-QUAD_MI300A = Host(
-    cpu={
-        n: (f"{24 * n}-{24 * n + 23},{96 + 24 * n}-{96 + 24 * n + 23}", mib)
-        for n, mib in enumerate((128160, 128924, 128924, 128884))
-    },
-    gpus=tuple((f"000{n}:02:00.0", 0x74A0, n) for n in range(4)),
-    grace=False,
-    apus=True,
-    smt=tuple((core, core + 96) for core in range(96)),
-)
-"""Four APUs as one GPU and one NUMA node each (SPX, NPS1)."""
-ONE_GH200_MIG = Host(
-    cpu=ONE_GH200.cpu,
-    hbm={1: (1024, 0), 2: (47616, 0), 3: (47616, 0)},
-    empty=tuple(range(4, 9)),
-    gpus=ONE_GH200.gpus,
-)
-"""Two MIG instances, each with its memory in one of the nodes reserved for them."""
-
-
 def fake_numa(count: int) -> Host:
     """Return a GH200 started with ``numa=fake=COUNT``: every CPU is in each of the first nodes."""
     return Host(
         cpu=dict.fromkeys(range(count), ("0-71", 490037 // count)),
         hbm={count: (97280, 0)},
-        empty=_partitions([count]),
+        empty=tuple(range(count + 1, count + 8)),
         gpus=(("0009:01:00.0", 0x2342, 0),),
     )
+
+
+HOSTS = msgspec.toml.decode((DATA / "hosts.toml").read_bytes(), type=dict[str, Host])
+SMT = {
+    "FOUR_H100_SUBNUMA": tuple((first, first + 1) for first in range(0, 112, 2)),
+    "QUAD_MI300A": tuple((core, core + 96) for core in range(96)),
+}
+HOSTS |= {name: replace(HOSTS[name], smt=smt) for name, smt in SMT.items()}
+HOSTS |= {f"FAKE_NUMA_{count}": fake_numa(count) for count in (4, 8)}
+
+ONE_GH200 = HOSTS["ONE_GH200"]
+ONE_GH200_CDMM = HOSTS["ONE_GH200_CDMM"]
+ONE_GH200_HBM_ONLY = HOSTS["ONE_GH200_HBM_ONLY"]
+ONE_GH200_MIG = HOSTS["ONE_GH200_MIG"]
+QUAD_GH200 = HOSTS["QUAD_GH200"]
+NVL2 = HOSTS["NVL2"]
+GB200 = HOSTS["GB200"]
+GB200_CDMM = HOSTS["GB200_CDMM"]
+EIGHT_H100 = HOSTS["EIGHT_H100"]
+EIGHT_H200 = HOSTS["EIGHT_H200"]
+ONE_H200_GUEST = HOSTS["ONE_H200_GUEST"]
+QUAD_MI300A = HOSTS["QUAD_MI300A"]

@@ -471,7 +471,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     if found := tuple(_mismatches(saved, expected)):
         raise StateMismatchError(folder, found)
     locations = _locations(saved[0])
-    restarts, restarted = not (saved[0].moments and expected.moments), 0
+    restarts = not (saved[0].moments and expected.moments)
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
@@ -497,8 +497,9 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
             if state.moments is not None:
                 state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(0 if restarts else saved[0].sub_groups[0].step)
-            restarted += group.numel if restarts else 0
-    return Rounded(0, 0, restarted) if restarts else _rounded(saved, expected)
+    if restarts:
+        return Rounded(0, 0, sum(group.numel for group in expected.sub_groups))
+    return _rounded(saved, expected)
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

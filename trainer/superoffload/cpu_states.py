@@ -30,7 +30,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -196,8 +196,6 @@ class CpuStates:
     """Where the weights are, unless they are on the GPU."""
     policy: StepPolicy
     """That of sub-groups that do not speculate."""
-    speculative: StepPolicy
-    """That of those that do."""
 
     def __post_init__(self) -> None:
         self._indices = sorted(
@@ -207,6 +205,8 @@ class CpuStates:
         """In the order of their use, which differs from that of the sub-groups: the norms' group is
         last in the list and used by the first layer.
         """
+        self._speculative = replace(self.policy, step_time=StepTime.SPECULATIVE)
+        """The policy of sub-groups that speculate."""
         self.speculation = Speculation()
         self.speculating = self.room.second
         """Sub-groups that are stepped before the norm is known, in this step."""
@@ -461,7 +461,7 @@ class CpuStates:
             self.speculating = self.room.second - self.lent
 
     def _policy_of(self, index: int) -> StepPolicy:
-        return self.speculative if index in self.speculating else self.policy
+        return self._speculative if index in self.speculating else self.policy
 
     def _parameter_group(self, index: int) -> dict[str, Any]:
         return self.adamw.param_groups[self.sub_groups[index].parameter_group]

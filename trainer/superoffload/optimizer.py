@@ -224,7 +224,6 @@ class SuperOffload:
                 device,
                 host_weights,
                 self._policy,
-                StepPolicy.of(gradient_accumulation_steps, clipping, speculates=True),
             )
         except BaseException:
             self._gpu.close()
@@ -242,6 +241,7 @@ class SuperOffload:
         """
         self._check()
         micro_batch = self._arrivals.micro_batch
+        on_cpu: list[Gradient] = []
         copies: list[Copy] = []
         after: list[Event] = []
         for gradient in gradients:
@@ -251,11 +251,9 @@ class SuperOffload:
                 begin, _ = self.sub_groups[index].span(gradient.member)
                 self._gpu.add(index, begin, values, first_micro_batch=micro_batch == 0)
             else:
+                on_cpu.append(gradient)
                 copies += self.cpu.stage_gradient(index, gradient.member, values)
                 after += self.cpu.new_weights.copied(index)
-        on_cpu = [
-            gradient for gradient in gradients if not self.sub_groups[gradient.sub_group].on_gpu
-        ]
         if boundary and not self._policy.accumulates:
             self._norm.add(on_cpu)
         copied: Event = CompletedEvent()

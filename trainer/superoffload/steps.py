@@ -228,20 +228,14 @@ class StepPolicy:
     step_time: StepTime
 
     @classmethod
-    def of(
-        cls, accumulation_steps: int, clipping: float, *, speculates: bool = False
-    ) -> StepPolicy:
-        """Return the policy for a sub-group.
+    def of(cls, accumulation_steps: int, clipping: float) -> StepPolicy:
+        """Return the policy for sub-groups that do not speculate.
 
         Args:
             accumulation_steps: Micro-batches per step.
             clipping: The largest gradient norm, 0 for no limit.
-            speculates: Whether the sub-group is stepped before the norm is known. Of no effect
-                without clipping.
         """
-        step_time = StepTime.GRADIENT_COMPLETE
-        if clipping:
-            step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
+        step_time = StepTime.NORM_KNOWN if clipping else StepTime.GRADIENT_COMPLETE
         return cls(accumulation_steps > 1, step_time)
 
     @property

@@ -205,12 +205,8 @@ class WorkerClient:
                 timeout_s = (
                     EVENT_POLL_S if blocked else self._check_every_s if self._outstanding else None
                 )
-                ready = {
-                    descriptor
-                    for descriptor, _ in poller.poll(
-                        None if timeout_s is None else max(1, int(timeout_s * 1e3))
-                    )
-                }
+                # Rounded up to whole milliseconds.
+                ready = dict(poller.poll(None if timeout_s is None else timeout_s * 1e3))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._channel.fileno() in ready:

@@ -153,7 +153,7 @@ def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
 def finish(engine: Engine, settings: Settings) -> None:
     """Finish an engine that DeepSpeed has made, with whichever optimizer."""
     _share_hyperparameters(engine)
-    limit_run_ahead(engine, settings.run_ahead_parameters)
+    _limit_run_ahead(engine, settings.run_ahead_parameters)
     engine.superoffload_settings = settings
 
 
@@ -176,7 +176,7 @@ def _share_hyperparameters(engine: Engine) -> None:
     backup.param_groups = optimizer.optimizer.param_groups
 
 
-def limit_run_ahead(engine: Engine, limit: int) -> None:
+def _limit_run_ahead(engine: Engine, limit: int) -> None:
     """Keep the host at most ``limit`` all-gathered parameters ahead of the GPU.
 
     No effect on one rank, which all-gathers nothing, unless its weights are in host memory. The

@@ -317,9 +317,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for group in self.optimizer.param_groups:
             group["params"] = []
         for dtype, bucket in self.ipg_buckets.items():
-            bucket.buffer = torch.empty(
-                self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
-            )
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
