@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -43,13 +45,13 @@ def checked(
     machine: Machine | None = None,
     *,
     forced: bool = True,
-    planned: object = None,
-    **changes: object,
+    planned: Mapping[str, int] = {},
+    **changes: Any,
 ) -> Launch:
     """Return the launch of a spec, whose plan has other bytes if ``planned`` names them."""
     spec = plans.spec_of(**{"data": EMBEDDED, **changes})
     plan = plans.plan_of(spec, gpus=bool(machine and machine.gpus))
-    return plans.launch_with(replace(plan, **(planned or {})), machine, forced=forced)
+    return plans.launch_with(replace(plan, **planned), machine, forced=forced)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_nothing_wrong() -> None:
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
-    def fields_refused(**changes: object) -> list[str]:
+    def fields_refused(**changes: Any) -> list[str]:
         with pytest.raises(InputError) as caught:
             quick_checks(checked(**changes))
         return [problem.field for problem in caught.value.problems]

@@ -5,6 +5,7 @@ architectures.
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (user_folder() / "one.toml").read_text() == first
     (user_folder() / "broken.toml").write_text("name = [")
     for name in ("one", "tiny", "broken"):
-        taken = refusal(lambda name=name: describe_model(model, name=name))
+        taken = refusal(partial(describe_model, model, name=name))
         assert f"name = {name}: is taken by" in str(taken)
     names = sorted(path.name for path in user_folder().iterdir())
     assert names == ["broken.toml", "one.toml", "two.toml"]

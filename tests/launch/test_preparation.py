@@ -71,7 +71,7 @@ def test_dry_run_json_has_the_shape_of_the_contract(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_numactl_the_launcher_does_not_bind() -> None:
-    given = {
+    given: dict[str, str] = {
         Placeholder.RUN: "/runs/a",
         Placeholder.RUN_ID: "",
         Placeholder.ATTEMPT: "2",

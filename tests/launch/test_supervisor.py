@@ -390,7 +390,7 @@ def test_a_supervisor_compares_its_run_with_the_plan(runs: Runs, machine: Machin
     runs.adopt(run)
     slowdown = wait_for(run, lambda state: state.slowdown is not None).slowdown
     assert slowdown is not None
-    assert (slowdown.step_s, slowdown.planned_s) == (pytest.approx(0.1), pytest.approx(0.03))
+    assert [slowdown.step_s, slowdown.planned_s] == pytest.approx([0.1, 0.03])
     found = RunReader(run).poll(limit_s=10.0).samples.values()
     places = [place for samples in found for sample in samples for place in sample.placement]
     assert {place.rank for place in places} == {0, 1}

@@ -13,7 +13,7 @@ from so_tui.launch.lifecycle import resume, stop
 from so_tui.launch.places import _seen_machine, machine_of
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import BindingRecord, OutcomeCode
+from so_tui.runs.records import BindingRecord, OutcomeCode, Process
 from so_tui.runs.state import read_spec
 from so_tui.trust.decoding import read_json
 from tests.slurm.cluster import Cluster
@@ -98,7 +98,9 @@ def test_what_is_killed_on_another_node_ends_the_run(
     wait_for(run, trains)
     other = node_state(run)
     assert other.supervisor is not None
-    processes = {process.role: process for process in (*other.processes, other.supervisor)}
+    processes: dict[str, Process] = {
+        process.role: process for process in (*other.processes, other.supervisor)
+    }
     os.kill(processes[role].pid, signal.SIGKILL)
     state = wait_for(run, ended)
     assert (state.state, state.code) == ("failed", code)
