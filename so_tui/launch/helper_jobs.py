@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -40,7 +40,7 @@ from so_tui.spec.errors import refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
 from so_tui.spec.presets import BUILTIN, with_absolute_paths
-from so_tui.trust.decoding import prepare
+from so_tui.trust.decoding import Tree, prepare
 from so_tui.units import disk_size, plural, thousands
 
 # Measuring a machine's rates in helper processes, for ``calibrate`` and ``validate``.
@@ -69,7 +69,7 @@ def measure_rates(
 
 def measure_alone(
     tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
-) -> dict[str, Any]:
+) -> Tree:
     """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run
     begins beside it.
 
@@ -93,7 +93,7 @@ def measure_alone(
             lock.release()
 
 
-def _request_of(machine: Machine) -> dict[str, Any]:
+def _request_of(machine: Machine) -> Tree:
     """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node,
     the node's cores and its rank's.
 
@@ -523,7 +523,7 @@ def _preset_name(model: str) -> str:
     return words.strip("-._")[:64] or "model"
 
 
-def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
+def _tree(answer: Tree, name: str) -> Tree:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
     packs = packing_problem(layer_kinds(answer["model"]["config"])) is None

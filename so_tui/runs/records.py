@@ -317,6 +317,9 @@ class Alert(Struct, frozen=True, kw_only=True):
     bound: float | None = None
 
 
+Alerts = tuple[Alert, ...]
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Content of ``state.json``, which only the supervisor writes, atomically."""
 
@@ -362,7 +365,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     """Whether the run was started with --force although it does not fit the plan."""
     supervisor: Process | None = None
     processes: tuple[Process, ...] = ()
-    alerts: tuple[Alert, ...] = ()
+    alerts: Alerts = ()
     """The last alerts, of all attempts, oldest first."""
     slowdown: Slowdown | None = None
     """While the attempt is slower than its plan."""

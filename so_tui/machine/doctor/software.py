@@ -9,12 +9,11 @@ kmp-affinity, arch-list-suffix.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
 
-from so_tui.folders import kernel_folder
+from so_tui.folders import Environment, kernel_folder
 from so_tui.machine.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.software import (
     PACKAGES,
@@ -56,7 +55,7 @@ def _check_packages(context: CheckContext) -> Findings:
         yield finding("untested-set", _listed(versions), sets=sets)
 
 
-def _listed(versions: Mapping[str, str]) -> str:
+def _listed(versions: Environment) -> str:
     return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
@@ -130,7 +129,7 @@ def _check_build_tools(context: CheckContext) -> Findings:
         )
 
 
-def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
+def has_adam_kernel(files: SystemFiles, environment: Environment) -> bool:
     """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write.
     In a copied machine owners are unknown.
 
