@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -195,12 +195,6 @@ MEANINGS: dict[Placeholder, str] = {
     Placeholder.HOSTFILE: "a file that lists the nodes",
     Placeholder.DEVICES: "the GPUs of each node",
 }
-
-
-def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
-    """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
-    present = set(texts)
-    return tuple(placeholder for placeholder in Placeholder if placeholder in present)
 
 
 TRAINER_MODULE = "so_tui_trainer"

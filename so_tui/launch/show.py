@@ -115,7 +115,7 @@ def shown_launch(launch: Launch) -> ShownLaunch:
 
 def _placeholders(launch: Launch) -> dict[str, str]:
     texts = (*launch.argv, *(change.value for change in launch.environment))
-    return {placeholder: command.MEANINGS[placeholder] for placeholder in command.used(texts)}
+    return {name: meaning for name, meaning in command.MEANINGS.items() if name in texts}
 
 
 def _binding(ranks: tuple[RankBinding, ...]) -> Table:

@@ -164,18 +164,15 @@ def checked_name(text: str) -> str:
     return text
 
 
-def create_run(
-    spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = ""
-) -> RunDirectory:
+def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "") -> RunDirectory:
     """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get
     the same directory.
 
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default what it is called with a short suffix
-            (``tiny-0412-a3f09c``).
-        called: What the user calls it; by default the name of the spec.
+        called: What the user calls it; by default the name of the spec. A short suffix makes it the
+            name of the run (``tiny-0412-a3f09c``).
 
     Raises:
         InputError: If the folder cannot be written, the disk is full, the name is taken, or it
@@ -188,12 +185,11 @@ def create_run(
             parents=True, exist_ok=True
         )  # with the user's umask: others may keep their runs in the same folder
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
-        run = RunDirectory(folder / (name or f"{stem}-{suffix}"))
+        run = RunDirectory(folder / f"{stem}-{suffix}")
         make_run_folder(run.path, shared=wanted(os.environ))  # fails if another process was first
     except FileExistsError as error:
-        message = f"a run named {name} exists already" if name else str(error)
         raise reject(
-            "name-taken", "--runs-dir", str(folder), message, "Choose another name."
+            "name-taken", "--runs-dir", str(folder), str(error), "Choose another name."
         ) from error
     except OSError as error:
         message = f"a run cannot be created here: {error.strerror}"

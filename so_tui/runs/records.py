@@ -28,7 +28,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     """One thing that makes steps longer than planned."""
 
     code: str
-    """``slow_causes.CauseCode``; newer versions may have more."""
+    """A key of the remedies in ``slowness.py``; newer versions may have more."""
     seconds: float
     """Of a step, the most that it explains."""
     measured: float

@@ -291,7 +291,7 @@ class Host:
             HostDiffersError: This is not the host that was planned for.
             OSError: The process or a file could not be made.
         """
-        gpus = chosen_gpus(self.launch.plan, self.launch.machine)
+        gpus = chosen_gpus(self.launch)
         self._locks = host_check.take_gpus(gpus, str(self._run.path))
         host = inspect_machine()
         refuse_different_host(self.launch, host)
@@ -363,7 +363,7 @@ class Host:
                 if error.holder.run != str(self._run.path):
                     raise
 
-        _each(take, chosen_gpus(self.launch.plan, self.launch.machine))
+        _each(take, chosen_gpus(self.launch))
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""

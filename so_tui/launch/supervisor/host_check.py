@@ -17,7 +17,7 @@ from msgspec import Struct, json
 from so_tui.folders import host_folder, state_home
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.plan import Launch, Plan, RankBinding
+from so_tui.plan.plan import Launch, RankBinding
 from so_tui.spec import Refusal, Refused
 from so_tui.trust.files import NotOwnError, private_folder
 from so_tui.units import memory_size
@@ -250,10 +250,10 @@ def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
     return tuple(locks)
 
 
-def chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
-    """Return the GPUs of a machine that a plan uses."""
-    chosen = {rank.gpu for rank in plan.binding}
-    return [gpu for gpu in machine.gpus if gpu.index in chosen]
+def chosen_gpus(launch: Launch) -> list[Gpu]:
+    """Return the GPUs that a launch uses."""
+    chosen = {rank.gpu for rank in launch.plan.binding}
+    return [gpu for gpu in launch.machine.gpus if gpu.index in chosen]
 
 
 def _names(path: Path, descriptor: int) -> bool:

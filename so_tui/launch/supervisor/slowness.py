@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,7 +56,6 @@ def missing_network(lines: Iterable[str], environ: Mapping[str, str]) -> str:
     return expected if sockets else ""
 
 
-CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
 _LEAST_SHARE = 0.1
 """Share of the excess that a cause must explain to be named."""
 LEAST_OWN_SHARE = 0.9
