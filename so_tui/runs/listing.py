@@ -44,7 +44,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
-from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, wanted
+from so_tui.trust.files import GROUP, VARIABLE, make_run_folder
 from so_tui.trust.text import printable_line
 
 # Shared memory that ended processes of a run left in /dev/shm.
@@ -186,7 +186,8 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
         )  # with the user's umask: others may keep their runs in the same folder
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
         run = RunDirectory(folder / f"{stem}-{suffix}")
-        make_run_folder(run.path, shared=wanted(os.environ))  # fails if another process was first
+        shared = os.environ.get(VARIABLE) == GROUP
+        make_run_folder(run.path, shared=shared)  # fails if another process was first
     except FileExistsError as error:
         raise reject(
             "name-taken", "--runs-dir", str(folder), str(error), "Choose another name."
@@ -202,7 +203,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
         ) from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
-            make_run_folder(part, shared=is_shared(run.path))
+            make_run_folder(part, shared=shared)
         write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete

@@ -408,6 +408,9 @@ class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The lowest priority of both; 20 stands for the scheduling class ``idle``."""
 
 
+Placements = tuple[RankPlacement, ...]
+
+
 # Records of a host, which its supervisor appends as lines of JSON. As with ``records``, readers
 # accept unknown fields.
 
@@ -463,6 +466,9 @@ class ForeignProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether it belongs to the user of the run."""
 
 
+ForeignProcesses = tuple[ForeignProcess, ...]
+
+
 class Sample(Struct, frozen=True, kw_only=True):
     """One measurement of a host, about once a second."""
 
@@ -481,11 +487,11 @@ class Sample(Struct, frozen=True, kw_only=True):
     peaks of any length.
     """
     supervisor_cpu_s: float = 0.0
-    foreign: tuple[ForeignProcess, ...] = ()
+    foreign: ForeignProcesses = ()
     """The busiest other processes, looked for less often than each second and only while others
     compute; the busiest first.
     """
-    placement: tuple[RankPlacement, ...] = ()
+    placement: Placements = ()
     """In one sample of several, as it is measured less often."""
 
 

@@ -33,6 +33,7 @@ from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.files import is_shared
 from tests.support.named_runs import named_run
 from tests.support.problems import refusal, rejected
 from tests.support.records import change_state
@@ -75,6 +76,15 @@ def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
     assert (state.state, state.name) == ("created", run.name)
     files = "attempts control metrics run.json spec.json state.json"
     assert sorted(path.name for path in run.path.iterdir()) == files.split()
+
+
+@pytest.mark.parametrize(("value", "shared"), [("group", True), ("", False), ("world", False)])
+def test_only_one_value_shares_a_run(
+    value: str, shared: bool, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SO_TUI_SHARE", value)
+    run = create_run(spec)
+    assert [is_shared(part) for part in (run.path, run.metrics_dir)] == [shared, shared]
 
 
 HOSTILE = ["..", "../up", "/tmp/x", "a/b", "-x", ".hidden", "a b", "a\n", "\x1b[2J", "$(id)", "ü"]

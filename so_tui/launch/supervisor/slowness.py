@@ -22,6 +22,7 @@ from so_tui.runs.records import (
     Cause,
     MetricRecord,
     PhaseRecord,
+    Placements,
     RankPlacement,
     Sample,
     Slowdown,
@@ -107,7 +108,7 @@ class _Measured(Struct, frozen=True, kw_only=True):
     foreign: tuple[str, ...] = ()
     """Names of the busiest of them."""
     clock: _Clock | None = None
-    placement: tuple[RankPlacement, ...] = ()
+    placement: Placements = ()
 
 
 class _Planned(Struct, frozen=True, kw_only=True):

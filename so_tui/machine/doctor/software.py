@@ -9,6 +9,7 @@ kmp-affinity, arch-list-suffix.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -55,7 +56,7 @@ def _check_packages(context: CheckContext) -> Findings:
         yield finding("untested-set", _listed(versions), sets=sets)
 
 
-def _listed(versions: Environment) -> str:
+def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
