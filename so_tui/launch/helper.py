@@ -33,6 +33,10 @@ _TERMINATE_S = 5.0
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
+Tell = Callable[[str], object]
+"""Takes what is done, or was measured, in words."""
+
+
 class ToolError(SoTuiError):
     """A helper process could not be started, answered no JSON, ended with an error or took too
     long.
@@ -185,7 +189,7 @@ def stream_tool(
 def call_tool(
     name: str,
     request: Tree,
-    tell: Callable[[str], object] = lambda _: None,
+    tell: Tell = lambda _: None,
     *,
     timeout_s: float = threading.TIMEOUT_MAX,
 ) -> Tree:

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
+from so_tui.launch.helper import Cancel, Tell, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -47,7 +47,7 @@ from so_tui.units import disk_size, plural, thousands
 
 
 def measure_rates(
-    machine: Machine, tell: Callable[[str], object], *, timeout_s: float = threading.TIMEOUT_MAX
+    machine: Machine, tell: Tell, *, timeout_s: float = threading.TIMEOUT_MAX
 ) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
@@ -67,9 +67,7 @@ def measure_rates(
     return rates, store(machine, rates=rates)
 
 
-def measure_alone(
-    tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
-) -> Tree:
+def measure_alone(tool: str, machine: Machine, by: str, tell: Tell, timeout_s: float) -> Tree:
     """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run
     begins beside it.
 
@@ -141,9 +139,7 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
 # Checkpoints converted between ours and DeepSpeed's, in a helper process.
 
 
-def from_deepspeed(
-    source: Path, spec: RunSpec, runs_dir: Path | None, tell: Callable[[str], None]
-) -> RunDirectory:
+def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
     """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume``
     continues from there.
 

@@ -14,7 +14,7 @@ from so_tui.launch import command
 from so_tui.launch.executors import executor_of
 from so_tui.machine import cpu_ranges
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, RankBinding, Variable
+from so_tui.plan.plan import Binding, DeepSpeedBinding, Launch, MemoryPolicy, Variable
 from so_tui.plan.show import plan_tree
 from so_tui.trust.decoding import Tree
 from so_tui.trust.text import printable, printable_line, quoted
@@ -118,7 +118,7 @@ def _placeholders(launch: Launch) -> dict[str, str]:
     return {name: meaning for name, meaning in command.MEANINGS.items() if name in texts}
 
 
-def _binding(ranks: tuple[RankBinding, ...]) -> Table:
+def _binding(ranks: Binding) -> Table:
     table = _table(
         "binding",
         "rank",
