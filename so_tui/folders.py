@@ -9,6 +9,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+Environment = Mapping[str, str]
+"""Variables of a process, by name."""
+
 
 def state_home() -> Path:
     """Return so-tui's folder in the XDG state folder."""
@@ -76,12 +79,12 @@ def known_runs_dirs() -> tuple[Path, ...]:
     )
 
 
-def kernel_folder(environment: Mapping[str, str]) -> Path:
+def kernel_folder(environment: Environment) -> Path:
     """Return the folder of the compiled CPU Adam kernels for a process with this environment."""
     return _home("XDG_CACHE_HOME", ".cache", environment) / "kernels"
 
 
-def compiled_folder(environment: Mapping[str, str]) -> Path:
+def compiled_folder(environment: Environment) -> Path:
     """Return the folder of what torch, Triton and others compile, for a process with this
     environment.
     """
@@ -95,7 +98,7 @@ def host_folder() -> Path:
     return Path(f"/tmp/so-tui-{os.getuid()}")
 
 
-def _home(variable: str, default: str, environment: Mapping[str, str]) -> Path:
+def _home(variable: str, default: str, environment: Environment) -> Path:
     """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
     base = Path(environment.get(variable, ""))
     return (

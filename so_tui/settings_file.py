@@ -29,15 +29,14 @@ from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.spec.errors import InputError, Problem, nearest, shown, some
 from so_tui.spec.keys import FieldInfo, fields_of
-from so_tui.trust.decoding import decode_toml
+from so_tui.trust.decoding import Tree, decode_toml
 from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
 from so_tui.trust.text import quoted
 
 LARGEST_BYTES = 1 << 16
-Tree = dict[str, Any]
 
 
-def _types(of: Any) -> dict[str, Any]:
+def _types(of: Any) -> Tree:
     """Return the type of each field of a struct."""
     return {field.name: field.type for field in msgspec.structs.fields(of)}
 

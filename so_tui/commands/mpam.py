@@ -27,7 +27,7 @@ from so_tui.machine.host import cpu_ranges, cpus_or_empty
 from so_tui.machine.resctrl import resctrl_mount
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Plan, RankBinding
+from so_tui.plan.plan import Binding, Plan, RankBinding
 from so_tui.spec.errors import InputError, reject
 from so_tui.trust.text import printable_line
 
@@ -276,7 +276,7 @@ def _script(host: str, does: str, apply: Sequence[str], undo: str) -> str:
     return "\n".join(lines)
 
 
-def _on_all_gpus(machine: Machine) -> tuple[RankBinding, ...]:
+def _on_all_gpus(machine: Machine) -> Binding:
     from so_tui.plan.binding import bind_ranks, whole_gpus
     from so_tui.spec.run_spec import OffloadSpec
 

@@ -122,14 +122,14 @@ def quick_checks(
             ``torch-without-cuda``, ``torch-without-rocm``, ``tracker-missing``, ``gpu-in-use``;
             forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
-    plan, machine = launch.plan, launch.machine
+    plan = launch.plan
     if plan.spec.nodes > 1:
         raise refuse(
             "several-nodes-here",
             f"nodes = {plan.spec.nodes}, and a run on this machine has one. Name a Slurm partition "
             "with --partition, or set nodes to 1",
         )
-    _refuse(_missing_software(machine))
+    _refuse(_missing_software(launch.machine))
     if plan.spec.tracking.wandb and find_spec("wandb") is None:
         raise refuse(
             "tracker-missing",
@@ -138,11 +138,11 @@ def quick_checks(
         )
     if problems := missing_inputs(plan.spec):
         raise InputError(problems)
-    _refuse(_gpus_in_use(plan, machine))
+    _refuse(_gpus_in_use(launch))
     if not launch.forced:
-        _refuse_missing_compiler(plan, machine)
+        _refuse_missing_compiler(launch)
         _refuse(_lacking_space(plan, saved, runs_dir, shared_memory=True), forceable=True)
-    return _other_users(plan, machine)
+    return _other_users(launch)
 
 
 def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> None:
@@ -223,11 +223,11 @@ def _blocked_by_doctor(launch: Launch) -> Iterator[Refusal]:
             yield Refusal("doctor-blocks", message)
 
 
-def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
+def _refuse_missing_compiler(launch: Launch) -> None:
     """Refuse, forceable because a kernel may have been compiled elsewhere."""
     if (
-        plan.mode != "gpu"
-        and machine.software.compiler is None
+        launch.plan.mode != "gpu"
+        and launch.machine.software.compiler is None
         and not has_adam_kernel(SystemFiles(), os.environ)
     ):
         raise refuse(
@@ -238,11 +238,11 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
         )
 
 
-def _gpus_in_use(plan: Plan, machine: Machine) -> Iterator[Refusal]:
+def _gpus_in_use(launch: Launch) -> Iterator[Refusal]:
     """Yield the GPUs that another run of this user holds. This is only an early check: the
     supervisor takes them.
     """
-    for gpu in host_check.chosen_gpus(plan, machine):
+    for gpu in host_check.chosen_gpus(launch):
         try:
             for lock in host_check.take_gpus([gpu], ""):
                 lock.release()
@@ -299,8 +299,8 @@ def _lacking_space(
         )
 
 
-def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    gpus = host_check.chosen_gpus(plan, machine)
+def _other_users(launch: Launch) -> tuple[str, ...]:
+    gpus = host_check.chosen_gpus(launch)
     with contextlib.closing(GpuSampler(gpus)) as sampler:
         uses = sampler.processes()
     return tuple(

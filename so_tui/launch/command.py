@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
+from so_tui.folders import Environment
 from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
 from so_tui.machine.software import code_folders
 from so_tui.machine.types import Machine, Software, version_numbers
@@ -54,9 +55,7 @@ class AlertCommand:
     def __init__(self) -> None:
         self.pid: int | None = None
         """The pid of the running command, if there is one."""
-        self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(
-            maxlen=_MOST_WAITING
-        )
+        self._waiting: deque[tuple[Sequence[str], Environment, float]] = deque(maxlen=_MOST_WAITING)
         self._killed: list[subprocess.Popen[bytes]] = []
         """Not collected yet. One that runs as another user may not be killed, and one that waits
         for a disk ends when the disk answers.
@@ -65,7 +64,7 @@ class AlertCommand:
         self._steps = self._run()
 
     def request(
-        self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float
+        self, command: Sequence[str], about: Environment, text: str, timeout_s: float
     ) -> None:
         """Have a command run soon.
 
@@ -198,12 +197,6 @@ MEANINGS: dict[Placeholder, str] = {
 }
 
 
-def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
-    """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
-    present = set(texts)
-    return tuple(placeholder for placeholder in Placeholder if placeholder in present)
-
-
 TRAINER_MODULE = "so_tui_trainer"
 
 
@@ -263,7 +256,7 @@ _HERE_ONLY = "all ranks are on this host, so nothing listens on its networks"
 _THREADS = "one thread for each Adam core; a site default of 1 would be very slow"
 
 
-def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
+def variables(plan: Plan, machine: Machine, inherited: Environment) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be
     placeholders.
     """
@@ -275,7 +268,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
 
 
 def _changes(
-    plan: Plan, machine: Machine, inherited: Mapping[str, str]
+    plan: Plan, machine: Machine, inherited: Environment
 ) -> tuple[tuple[object, str, str | None, str], ...]:
     """Return whether each change is made, its name, value and reason.
 
@@ -405,7 +398,7 @@ def _changes(
     )
 
 
-def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
+def apply(changes: tuple[Variable, ...], inherited: Environment) -> dict[str, str]:
     """Return the inherited environment with the changes applied."""
     changed = {**inherited, **{change.name: change.value for change in changes}}
     return {name: value for name, value in changed.items() if value is not None}

@@ -4,13 +4,12 @@ trainer builds the optimizer itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Plan
 from so_tui.spec import TrainSpec
+from so_tui.trust.decoding import Tree
 from superoffload.ds_config import engine_config
 
 REUSED_LAYERS = 4
@@ -19,7 +18,7 @@ gathered whole they count twice.
 """
 
 
-def ds_config(plan: Plan) -> dict[str, Any]:
+def ds_config(plan: Plan) -> Tree:
     """Return the content of ``ds_config.json``, exactly as DeepSpeed reads it.
 
     For our engine, values that it replaces are listed beside the user's in the section
@@ -33,7 +32,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     return engine_config(config) if _our_engine(plan) else config
 
 
-def _example_config(plan: Plan) -> dict[str, Any]:
+def _example_config(plan: Plan) -> Tree:
     """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
 
     ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless
@@ -41,7 +40,7 @@ def _example_config(plan: Plan) -> dict[str, Any]:
     micro-batches, gradients are summed in bf16.
     """
     spec = plan.spec
-    config: dict[str, Any] = {
+    config: Tree = {
         "train_batch_size": plan.gpus * spec.train.micro_batch * spec.gradient_accumulation_steps,
         "bf16": {"enabled": True},
         "zero_optimization": {
@@ -60,7 +59,7 @@ def _example_config(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def _published_config(plan: Plan) -> dict[str, Any]:
+def _published_config(plan: Plan) -> Tree:
     """Return the user's own values under DeepSpeed's published keys.
 
     ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since
@@ -68,7 +67,7 @@ def _published_config(plan: Plan) -> dict[str, Any]:
     in the published SuperOffload configurations, so that one reduction completes one sub-group.
     """
     spec = plan.spec
-    config: dict[str, Any] = {
+    config: Tree = {
         "train_micro_batch_size_per_gpu": spec.train.micro_batch,
         "gradient_accumulation_steps": spec.gradient_accumulation_steps,
         "gradient_clipping": spec.train.gradient_clipping,
@@ -91,12 +90,12 @@ def _our_engine(plan: Plan) -> bool:
     return plan.mode == "superoffload" and plan.spec.offload.engine == "so-tui"
 
 
-def _zero_section(plan: Plan) -> dict[str, Any]:
+def _zero_section(plan: Plan) -> Tree:
     sub_group_size = plan.spec.offload.sub_group_size
     # As in DeepSpeed's published SuperOffload configurations. All other modes reduce gradients
     # while backward runs.
     deepspeed_superoffload = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
-    section: dict[str, Any] = {
+    section: Tree = {
         "stage": 3,
         "sub_group_size": sub_group_size,
         "reduce_bucket_size": sub_group_size,
@@ -121,8 +120,8 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
     return section
 
 
-def _offload_section(plan: Plan) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": "cpu", "pin_memory": True, "ratio": plan.ratio}
+def _offload_section(plan: Plan) -> Tree:
+    section: Tree = {"device": "cpu", "pin_memory": True, "ratio": plan.ratio}
     if plan.mode == "superoffload":
         section["super_offload"] = True
         section["cpuadam_cores_perc"] = plan.spec.offload.cpu_adam_cores_fraction

@@ -54,23 +54,20 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
 
 def executor_of(spec: RunSpec) -> Executor:
     """Return the executor of the place that a spec names."""
-    if spec.slurm.partition:
-        from so_tui.launch.slurm.executor import SlurmExecutor
-
-        return SlurmExecutor()
-
-    return Executor()
+    return _executor(bool(spec.slurm.partition))
 
 
 def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
     """Return the executor that an attempt was given to; of a folder that may not be read, this
     machine's, which decides nothing.
     """
-    if os.path.lexists(
-        run.submission_path(attempt)
-    ):  # unlike Path.exists, False where the folder belongs to another user
+    # Unlike Path.exists, False where the folder belongs to another user.
+    return _executor(os.path.lexists(run.submission_path(attempt)))
+
+
+def _executor(in_queue: bool) -> Executor:
+    if in_queue:
         from so_tui.launch.slurm.executor import SlurmExecutor
 
         return SlurmExecutor()
-
     return Executor()

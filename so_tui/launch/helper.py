@@ -18,12 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
+from so_tui.trust.decoding import Tree
 from so_tui.trust.text import quoted
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ _STDERR_LINES = 5
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, and how long the kernel may take after that."""
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+
+
+Tell = Callable[[str], object]
+"""Takes what is done, or was measured, in words."""
 
 
 class ToolError(SoTuiError):
@@ -109,7 +113,7 @@ class ToolProcess:
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
 
-    def answers(self) -> Iterator[dict[str, Any]]:
+    def answers(self) -> Iterator[Tree]:
         """Yield the answers as they come, until the helper ends.
 
         Raises:
@@ -153,11 +157,11 @@ class ToolProcess:
 
 def stream_tool(
     name: str,
-    request: dict[str, Any],
+    request: Tree,
     cancel: Cancel | None = None,
     *,
     timeout_s: float = threading.TIMEOUT_MAX,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Tree]:
     """Run a helper process that reports progress, and yield its JSON lines as they come.
 
     Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled
@@ -184,15 +188,15 @@ def stream_tool(
 
 def call_tool(
     name: str,
-    request: dict[str, Any],
-    tell: Callable[[str], object] = lambda _: None,
+    request: Tree,
+    tell: Tell = lambda _: None,
     *,
     timeout_s: float = threading.TIMEOUT_MAX,
-) -> dict[str, Any]:
+) -> Tree:
     """Run a helper process and return its last answer. ``tell`` receives its
     progress messages; see ``stream_tool`` for the rest.
     """
-    answer: dict[str, Any] = {}
+    answer: Tree = {}
     for answer in stream_tool(name, request, timeout_s=timeout_s):
         if message := answer.get("message"):
             tell(str(message))
@@ -229,9 +233,9 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _decoded(name: str, text: str) -> dict[str, Any]:
+def _decoded(name: str, text: str) -> Tree:
     try:
-        return msgspec.convert(json.loads(text), dict[str, Any])
+        return msgspec.convert(json.loads(text), Tree)
     except (
         ValueError,
         RecursionError,

@@ -6,17 +6,17 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
+from so_tui.launch.helper import Cancel, Tell, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -40,14 +40,14 @@ from so_tui.spec.errors import refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
 from so_tui.spec.presets import BUILTIN, with_absolute_paths
-from so_tui.trust.decoding import prepare
+from so_tui.trust.decoding import Tree, prepare
 from so_tui.units import disk_size, plural, thousands
 
 # Measuring a machine's rates in helper processes, for ``calibrate`` and ``validate``.
 
 
 def measure_rates(
-    machine: Machine, tell: Callable[[str], object], *, timeout_s: float = threading.TIMEOUT_MAX
+    machine: Machine, tell: Tell, *, timeout_s: float = threading.TIMEOUT_MAX
 ) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
@@ -67,9 +67,7 @@ def measure_rates(
     return rates, store(machine, rates=rates)
 
 
-def measure_alone(
-    tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
-) -> dict[str, Any]:
+def measure_alone(tool: str, machine: Machine, by: str, tell: Tell, timeout_s: float) -> Tree:
     """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run
     begins beside it.
 
@@ -93,7 +91,7 @@ def measure_alone(
             lock.release()
 
 
-def _request_of(machine: Machine) -> dict[str, Any]:
+def _request_of(machine: Machine) -> Tree:
     """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node,
     the node's cores and its rank's.
 
@@ -141,9 +139,7 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
 # Checkpoints converted between ours and DeepSpeed's, in a helper process.
 
 
-def from_deepspeed(
-    source: Path, spec: RunSpec, runs_dir: Path | None, tell: Callable[[str], None]
-) -> RunDirectory:
+def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
     """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume``
     continues from there.
 
@@ -523,7 +519,7 @@ def _preset_name(model: str) -> str:
     return words.strip("-._")[:64] or "model"
 
 
-def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
+def _tree(answer: Tree, name: str) -> Tree:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
     packs = packing_problem(layer_kinds(answer["model"]["config"])) is None

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
-from so_tui.launch.launch import prepare, read_launch, write_launch
+from so_tui.launch.launch import prepare, prepare_resume, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.executor import SlurmExecutor, Submission, read_submission
@@ -31,7 +31,7 @@ from so_tui.launch.supervisor.ending import (
     stop_request,
 )
 from so_tui.launch.supervisor.host import Nodes, nodes_of_job, numbered
-from so_tui.launch.supervisor.node import FIRST_SIGN_S, NodeState, NodeSupervisor, write_node_state
+from so_tui.launch.supervisor.node import FIRST_SIGN_S, NodeState, NodeSupervisor
 from so_tui.launch.supervisor.processes import become_subreaper
 from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import inspect_machine
@@ -137,13 +137,8 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                 if lock is not None and state.state == "queued":
                     # The attempt before this job's was stopped.
                     write_state_even_if_full(run, left_queue(state, state.attempt))
-            attempt = _make_attempt(
-                run,
-                machine,
-                assume_dead=True,
-                job_id=os.environ["SLURM_JOB_ID"],
-                works_in=submitted,
-            )
+            this_job = SlurmExecutor(job_id=os.environ["SLURM_JOB_ID"], works_in=submitted)
+            attempt = _make_attempt(run, machine, this_job, assume_dead=True)
         else:
             raise reject(
                 "not-continued",
@@ -158,21 +153,15 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
 
 
 def _make_attempt(
-    run: RunDirectory,
-    machine: Machine,
-    *,
-    assume_dead: bool = False,
-    job_id: str = "",
-    works_in: int = 0,
+    run: RunDirectory, machine: Machine, executor: SlurmExecutor, *, assume_dead: bool
 ) -> int:
     """Make the next attempt of a run, which continues from the newest checkpoint, and return its
-    number: in a job that is submitted for it, or in ``job_id``, which Slurm has started again.
+    number: in a job that is submitted for it, or in this one, which Slurm has started again.
     """
-    from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import resume
 
     launch = prepare_resume(run, machine, assume_dead=assume_dead)
-    return resume(run, launch, executor=SlurmExecutor(job_id=job_id, works_in=works_in))
+    return resume(run, launch, executor=executor)
 
 
 def _put_back(run: RunDirectory) -> None:
@@ -275,7 +264,7 @@ def _supervise_run(
             keep_network(submission.cluster, submission.partition, launch.machine, rate, ranks)
         if goes_on(requeue=False):
             try:
-                _make_attempt(run, launch.machine)
+                _make_attempt(run, launch.machine, SlurmExecutor(), assume_dead=False)
             except (SoTuiError, OSError) as error:  # the run stays stopped, and can be resumed
                 log_line(f"so-tui: no job continues {run.name}: {error}")
 
@@ -332,7 +321,7 @@ def _not_started(
     """Record that the attempt cannot run on this node, and return the exit code."""
     if not nodes.first:
         state = NodeState(host=machine.hostname, ended=True, outcome=outcome)
-        write_node_state(run, attempt, nodes.node, state)
+        write_run_json(run, run.node_path(attempt, nodes.node), state)
         return outcome.run_exit_code
     with run_lock(run, assume_dead=submitted.assume_dead) as lock:
         if lock is not None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -44,7 +43,7 @@ from so_tui.spec import (
 )
 from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
-from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, Tree, decode_json
 from so_tui.trust.files import read_bounded, read_own
 from so_tui.trust.text import quoted, so_tui_command
 from so_tui.units import thousands
@@ -84,7 +83,7 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
     try:
         return decode_json(content, Launch)
     except msgspec.ValidationError:
-        record = decode_json(content, dict[str, Any])
+        record = decode_json(content, Tree)
         if record.get("v") != 1:
             raise
     # Until 0.1.0 plan, machine and DeepSpeed's config had files of their own. A job replaced the
@@ -98,7 +97,7 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
             default=run.attempt_dir(attempt) / "machine.json",
         ),
     }
-    parts = {name: decode_json(read(path), dict[str, Any]) for name, path in files.items()}
+    parts = {name: decode_json(read(path), Tree) for name, path in files.items()}
     return decode_json(msgspec.json.encode(record | parts), Launch)
 
 

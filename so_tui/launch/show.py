@@ -4,8 +4,6 @@ settings and the command; or as JSON.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import Struct, field
 from rich.console import Group, RenderableType
@@ -16,8 +14,9 @@ from so_tui.launch import command
 from so_tui.launch.executors import executor_of
 from so_tui.machine import cpu_ranges
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, RankBinding, Variable
+from so_tui.plan.plan import Binding, DeepSpeedBinding, Launch, MemoryPolicy, Variable
 from so_tui.plan.show import plan_tree
+from so_tui.trust.decoding import Tree
 from so_tui.trust.text import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
@@ -51,9 +50,9 @@ class ShownLaunch(Struct, frozen=True, kw_only=True):
     """What stands in ``argv`` and ``env`` for values that are known at the start, and their
     meanings.
     """
-    ds_config: dict[str, Any]
+    ds_config: Tree
     binding: tuple[ShownBinding, ...]
-    plan: dict[str, Any]
+    plan: Tree
     """As ``plan_tree`` returns it."""
     batch_script: str
 
@@ -116,10 +115,10 @@ def shown_launch(launch: Launch) -> ShownLaunch:
 
 def _placeholders(launch: Launch) -> dict[str, str]:
     texts = (*launch.argv, *(change.value for change in launch.environment))
-    return {placeholder: command.MEANINGS[placeholder] for placeholder in command.used(texts)}
+    return {name: meaning for name, meaning in command.MEANINGS.items() if name in texts}
 
 
-def _binding(ranks: tuple[RankBinding, ...]) -> Table:
+def _binding(ranks: Binding) -> Table:
     table = _table(
         "binding",
         "rank",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,11 +15,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from so_tui.folders import Environment
 from so_tui.machine.host import cpus_or_empty, distance
 from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Nodes, NumaNode, Vendor
-from so_tui.trust.decoding import decode_json
+from so_tui.trust.decoding import Tree, decode_json
 
 # Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
 # by AMD's tool; sysfs has none.
@@ -49,7 +50,7 @@ ROCm too knows an APU.
 """
 
 
-def _kfd_gpus(files: SystemFiles, nodes: Nodes) -> dict[str, dict[str, Any]] | None:
+def _kfd_gpus(files: SystemFiles, nodes: Nodes) -> dict[str, Tree] | None:
     """Return what AMD's driver says of the GPUs that this process may use: by bus id, in ROCm's
     order, fields of ``Gpu``. None without a topology.
 
@@ -85,7 +86,7 @@ def _kfd_gpu(
     properties: dict[str, int],
     homes: dict[int, NumaNode],
     partitions: int,
-) -> dict[str, Any]:
+) -> Tree:
     links = [link for link in _parts(files, node, "io_links") if link.get("node_to") in homes]
     nearest = min(links, key=lambda link: link.get("weight", 1 << 32), default={})
     home = homes.get(nearest.get("node_to", -1))
@@ -536,7 +537,7 @@ def _nearest_cpu_node(node: NumaNode, nodes: Nodes) -> int | None:
     return ranked[0][1] if ranked and not equally_near else None
 
 
-def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str | None:
+def hiding_variable(gpus: Iterable[Gpu], environment: Environment) -> str | None:
     """Return the variable that decides which of these GPUs a process sees; None if none is set.
 
     ROCm has three, and each counts within what the ones before it show. Schedulers set one, or

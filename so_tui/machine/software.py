@@ -12,14 +12,13 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from so_tui.folders import compiled_folder, host_folder
+from so_tui.folders import Environment, compiled_folder, host_folder
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Cpus, Nodes, Software, version_numbers
@@ -50,7 +49,7 @@ do.
 """
 
 
-def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False) -> dict[str, str]:
+def code_folders(environment: Environment, *, several_hosts: bool = False) -> dict[str, str]:
     """Return the variables to set, so that each of these folders is private to this user.
 
     A folder that the user chose stays if only this user can open it (mode 0700): what is inside may
@@ -71,14 +70,14 @@ def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False)
     return found
 
 
-def extensions_folder(environment: Mapping[str, str]) -> str:
+def extensions_folder(environment: Environment) -> str:
     """Return the folder in which a process with this environment finds and compiles extensions of
     torch.
     """
     return code_folders(environment).get(EXTENSIONS) or environment[EXTENSIONS]
 
 
-def make_code_folders(environment: Mapping[str, str]) -> None:
+def make_code_folders(environment: Environment) -> None:
     """Make the folders that an environment names, or check that existing ones are private. Call it
     right before they are used.
 

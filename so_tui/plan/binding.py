@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from so_tui.machine.host import contiguous_runs, cpu_ranges
 from so_tui.machine.types import Cores, Cpus, Gpu, Machine, Nodes
-from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
+from so_tui.plan.plan import Binding, DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.errors import reject
 
 # Emulates what DeepSpeed 0.19.8's launcher decides for ``--bind_cores_to_rank --bind_core_list``,
@@ -93,7 +93,7 @@ class _CpuGroup(NamedTuple):
 
 def bind_ranks(
     machine: Machine, gpus: Gpus, *, mode: str, cpu_adam_cores_fraction: float
-) -> tuple[RankBinding, ...]:
+) -> Binding:
     """Return one binding per rank.
 
     Args:

@@ -68,6 +68,10 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
     """
 
 
+Binding = tuple[RankBinding, ...]
+"""Of all ranks of a host, in their order."""
+
+
 class StepTime(Struct, frozen=True, kw_only=True):
     """Predicted seconds of one optimizer step."""
 
@@ -183,7 +187,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     model_tflops_per_gpu: float | None
     speed_source: SpeedSource | None = None
     """What the prediction of time rests on; None without one."""
-    binding: tuple[RankBinding, ...]
+    binding: Binding
     spec: RunSpec
     """The spec as it will run: mode resolved, the host's indices filled in."""
 

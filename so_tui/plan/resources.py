@@ -17,7 +17,7 @@ from so_tui.model.shape import Architecture, architecture
 from so_tui.plan.binding import Gpus, bind_ranks, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
 from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
-from so_tui.plan.plan import Plan, RankBinding
+from so_tui.plan.plan import Binding, Plan
 from so_tui.plan.rates import Speed, assumed_network
 from so_tui.spec.attention import (
     FORMER_NAMES,
@@ -80,7 +80,7 @@ class Resources:
     """Whether torch rounds pinned memory up to powers of two; assumed where its version is not
     known.
     """
-    bound: tuple[RankBinding, ...]
+    bound: Binding
     """Bindings of the ranks, with cores for an Adam worker."""
     problem: Blocker | None
     """Why the ranks cannot run on this machine."""
@@ -95,7 +95,7 @@ class Resources:
         """Ranks that share the fullest node."""
         return max((self.nodes.count(node) for node in set(self.nodes)), default=1)
 
-    def bindings(self, mode: str) -> tuple[RankBinding, ...]:
+    def bindings(self, mode: str) -> Binding:
         """Return the bindings of the ranks in an offload mode; empty when there is a problem."""
         if mode == "superoffload":
             return self.bound
@@ -162,7 +162,7 @@ def calibrated_resources(
 
 def _bound(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float
-) -> tuple[Blocker | None, tuple[RankBinding, ...]]:
+) -> tuple[Blocker | None, Binding]:
     present = tuple(gpu.index for gpu in machine.gpus)
     if present and isinstance(gpus, int) and gpus > len(present):
         return TooFewGpus(machine=machine.label, asked=gpus, present=len(present)), ()

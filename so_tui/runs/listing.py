@@ -44,7 +44,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
-from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, wanted
+from so_tui.trust.files import GROUP, VARIABLE, make_run_folder
 from so_tui.trust.text import printable_line
 
 # Shared memory that ended processes of a run left in /dev/shm.
@@ -164,18 +164,15 @@ def checked_name(text: str) -> str:
     return text
 
 
-def create_run(
-    spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = ""
-) -> RunDirectory:
+def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "") -> RunDirectory:
     """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get
     the same directory.
 
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default what it is called with a short suffix
-            (``tiny-0412-a3f09c``).
-        called: What the user calls it; by default the name of the spec.
+        called: What the user calls it; by default the name of the spec. A short suffix makes it the
+            name of the run (``tiny-0412-a3f09c``).
 
     Raises:
         InputError: If the folder cannot be written, the disk is full, the name is taken, or it
@@ -188,12 +185,12 @@ def create_run(
             parents=True, exist_ok=True
         )  # with the user's umask: others may keep their runs in the same folder
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
-        run = RunDirectory(folder / (name or f"{stem}-{suffix}"))
-        make_run_folder(run.path, shared=wanted(os.environ))  # fails if another process was first
+        run = RunDirectory(folder / f"{stem}-{suffix}")
+        shared = os.environ.get(VARIABLE) == GROUP
+        make_run_folder(run.path, shared=shared)  # fails if another process was first
     except FileExistsError as error:
-        message = f"a run named {name} exists already" if name else str(error)
         raise reject(
-            "name-taken", "--runs-dir", str(folder), message, "Choose another name."
+            "name-taken", "--runs-dir", str(folder), str(error), "Choose another name."
         ) from error
     except OSError as error:
         message = f"a run cannot be created here: {error.strerror}"
@@ -206,7 +203,7 @@ def create_run(
         ) from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
-            make_run_folder(part, shared=is_shared(run.path))
+            make_run_folder(part, shared=shared)
         write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete

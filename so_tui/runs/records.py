@@ -28,7 +28,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     """One thing that makes steps longer than planned."""
 
     code: str
-    """``slow_causes.CauseCode``; newer versions may have more."""
+    """A key of the remedies in ``slowness.py``; newer versions may have more."""
     seconds: float
     """Of a step, the most that it explains."""
     measured: float
@@ -317,6 +317,9 @@ class Alert(Struct, frozen=True, kw_only=True):
     bound: float | None = None
 
 
+Alerts = tuple[Alert, ...]
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Content of ``state.json``, which only the supervisor writes, atomically."""
 
@@ -362,7 +365,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     """Whether the run was started with --force although it does not fit the plan."""
     supervisor: Process | None = None
     processes: tuple[Process, ...] = ()
-    alerts: tuple[Alert, ...] = ()
+    alerts: Alerts = ()
     """The last alerts, of all attempts, oldest first."""
     slowdown: Slowdown | None = None
     """While the attempt is slower than its plan."""
@@ -403,6 +406,9 @@ class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """NUMA node -> bytes of both, files not counted."""
     nice: int = 0
     """The lowest priority of both; 20 stands for the scheduling class ``idle``."""
+
+
+Placements = tuple[RankPlacement, ...]
 
 
 # Records of a host, which its supervisor appends as lines of JSON. As with ``records``, readers
@@ -460,6 +466,9 @@ class ForeignProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether it belongs to the user of the run."""
 
 
+ForeignProcesses = tuple[ForeignProcess, ...]
+
+
 class Sample(Struct, frozen=True, kw_only=True):
     """One measurement of a host, about once a second."""
 
@@ -478,11 +487,11 @@ class Sample(Struct, frozen=True, kw_only=True):
     peaks of any length.
     """
     supervisor_cpu_s: float = 0.0
-    foreign: tuple[ForeignProcess, ...] = ()
+    foreign: ForeignProcesses = ()
     """The busiest other processes, looked for less often than each second and only while others
     compute; the busiest first.
     """
-    placement: tuple[RankPlacement, ...] = ()
+    placement: Placements = ()
     """In one sample of several, as it is measured less often."""
 
 

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.records import (
     ForeignProcess,
+    ForeignProcesses,
     GpuSample,
     NodeSample,
     Rollup,
@@ -157,7 +158,7 @@ def _merged(parts: Weighted, names: Iterable[str], combine: Combine) -> dict[str
     }
 
 
-def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:
+def _busiest(processes: Iterable[ForeignProcess]) -> ForeignProcesses:
     """Return each process once, when it was busiest."""
     ascending = sorted(processes, key=lambda process: process.cores)
     return tuple(

@@ -18,9 +18,7 @@ from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, sect
 from so_tui.spec.errors import InputError, Problem, nearest, shown
 from so_tui.spec.keys import FieldInfo, field_index
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_toml
-
-Tree = dict[str, Any]
+from so_tui.trust.decoding import Tree, decode_toml
 
 _FREE_TABLE = "model.config."
 """Keys below this prefix are those of a Hugging Face config.json."""

@@ -29,6 +29,8 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
 
 
 T = TypeVar("T")
+Tree = dict[str, Any]
+"""A table of TOML, or an object of JSON."""
 
 DEEPEST = 32
 """Levels of nesting that are read. The files of a run and the configs of models have fewer than
@@ -101,7 +103,7 @@ def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
         raise NotTextError(f"it is not UTF-8 text (byte {error.start})") from None
 
 
-def decode_toml(content: bytes) -> dict[str, Any]:
+def decode_toml(content: bytes) -> Tree:
     """Return the tree of a TOML document.
 
     Raises:
@@ -138,7 +140,7 @@ def _check_depth(content: bytes) -> None:
             depth -= 1
 
 
-def _check_values(tree: dict[str, Any]) -> None:
+def _check_values(tree: Tree) -> None:
     """Raise for values that are nested too deeply, and for integers beyond the 64 bits of TOML."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):

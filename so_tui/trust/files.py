@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -218,11 +218,6 @@ def _distrust_of(found: os.stat_result, kind: int) -> Distrust | None:
 VARIABLE = "SO_TUI_SHARE"
 GROUP = "group"
 _SHARED_FOLDER = 0o750
-
-
-def wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the user shares new runs with the group."""
-    return environment.get(VARIABLE, "") == GROUP
 
 
 def is_shared(folder: Path) -> bool:

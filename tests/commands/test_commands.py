@@ -22,6 +22,7 @@ from tests.support.commands import Call, in_a_process, problems_of, refusals_of
 from tests.support.hostile import IN_A_NAME, unsafe
 from tests.support.machines import machine_json, superchips
 from tests.support.make_run import write_run
+from tests.support.named_runs import named_run
 from tests.support.records import change_state, step_record
 
 
@@ -40,7 +41,7 @@ def test_in_a_narrow_terminal_reasons_come_below_the_table(
 def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
     width: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    run = create_run(find_preset("tiny").spec, tmp_path / "runs", name)
+    run = named_run(find_preset("tiny").spec, tmp_path / "runs", name)
     change_state(run, state="finished", reason="", step=30, total_steps=30)
     writer = MetricsWriter(run, 1)
     for step in range(1, 31):

@@ -17,6 +17,7 @@ from so_tui.launch.supervisor import node as nodes
 from so_tui.launch.supervisor.ending import Evidence, Outcome, conclude, outcome_text
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, missing_network
 from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.directory import write_run_json
 from so_tui.runs.records import OutcomeCode
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 
@@ -87,6 +88,10 @@ class Clock:
         return self.now
 
 
+def tell(run: RunDirectory, node: int, state: nodes.NodeState) -> None:
+    write_run_json(run, run.node_path(1, node), state)
+
+
 @pytest.fixture
 def three_nodes(tmp_path: Path) -> RunDirectory:
     run = create_run(spec_of(nodes=3), tmp_path)
@@ -108,9 +113,7 @@ def test_a_silent_node_is_lost(three_nodes: RunDirectory) -> None:
     for beat in range(5):
         clock.now += 30
         for node in (1, 2) if beat < 2 else (1,):
-            nodes.write_node_state(
-                three_nodes, 1, node, nodes.NodeState(host=f"n{node}", heartbeat=beat)
-            )
+            tell(three_nodes, node, nodes.NodeState(host=f"n{node}", heartbeat=beat))
         others.poll()
         lost = others.cause(60)
         assert (lost is None) == (beat < 4)
@@ -120,11 +123,11 @@ def test_a_silent_node_is_lost(three_nodes: RunDirectory) -> None:
 
 def test_what_ended_a_node_counts_before_what_followed(three_nodes: RunDirectory) -> None:
     state = nodes.NodeState(host="n1", heartbeat=1, ended=True)
-    nodes.write_node_state(three_nodes, 1, 1, state)
+    tell(three_nodes, 1, state)
     assert nodes.OtherNodes(three_nodes, 1, 2).wait() is None
     assert nodes.OtherNodes(three_nodes, 1, 1).wait() is None
-    nodes.write_node_state(three_nodes, 1, 1, replace(state, outcome=FAILED))
-    nodes.write_node_state(three_nodes, 1, 2, replace(state, host="n2", outcome=LOST))
+    tell(three_nodes, 1, replace(state, outcome=FAILED))
+    tell(three_nodes, 2, replace(state, host="n2", outcome=LOST))
     cause = nodes.OtherNodes(three_nodes, 1, 3).wait()
     assert cause == replace(LOST, node="n2")
     assert "n2" in outcome_text(cause, "one").reason

@@ -33,6 +33,8 @@ from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.files import is_shared
+from tests.support.named_runs import named_run
 from tests.support.problems import refusal, rejected
 from tests.support.records import change_state
 
@@ -76,17 +78,29 @@ def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == files.split()
 
 
+@pytest.mark.parametrize(("value", "shared"), [("group", True), ("", False), ("world", False)])
+def test_only_one_value_shares_a_run(
+    value: str, shared: bool, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SO_TUI_SHARE", value)
+    run = create_run(spec)
+    assert [is_shared(part) for part in (run.path, run.metrics_dir)] == [shared, shared]
+
+
 HOSTILE = ["..", "../up", "/tmp/x", "a/b", "-x", ".hidden", "a b", "a\n", "\x1b[2J", "$(id)", "ü"]
 
 
-def test_what_the_user_calls_a_run_begins_its_name(spec: RunSpec, tmp_path: Path) -> None:
+def test_what_the_user_calls_a_run_begins_its_name(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for called in ("Mine_2.0", "x" * LONGEST_NAME):
         run = create_run(spec, tmp_path / "runs", called=called)
         assert re.fullmatch(rf"{re.escape(called)}-\d{{4}}-[0-9a-f]{{6}}", run.name)
-    create_run(spec, tmp_path / "runs", name="mine")
+    monkeypatch.setattr(os, "urandom", bytes)  # two names that are alike
+    create_run(spec, tmp_path / "runs")
     before = sorted(tmp_path.rglob("*"))
     with rejected("name-taken"):
-        create_run(spec, tmp_path / "runs", name="mine")
+        create_run(spec, tmp_path / "runs")
     for text in (*HOSTILE, "a\0", "x" * (LONGEST_NAME + 1)):
         with rejected("invalid-run-name") as caught:
             create_run(spec, tmp_path / "runs", called=text)
@@ -132,7 +146,7 @@ def test_runs_are_listed_newest_first(spec: RunSpec, tmp_path: Path) -> None:
 )
 def test_unknown_run_gets_the_nearest(spec: RunSpec, asked: str, code: str, remedy: str) -> None:
     for name in ("tiny-one", "alpaca-wsd-1125-a3f09c"):
-        create_run(spec, name=name)
+        named_run(spec, None, name)
     problem = refusal(lambda: find_run(asked))
     assert problem.code == code
     assert remedy in problem.remedy
@@ -140,14 +154,14 @@ def test_unknown_run_gets_the_nearest(spec: RunSpec, asked: str, code: str, reme
 
 
 def test_the_same_name_in_two_folders_asks_for_the_path(spec: RunSpec, tmp_path: Path) -> None:
-    twins = [create_run(spec, folder, name="twin") for folder in (None, tmp_path / "scratch")]
+    twins = [named_run(spec, folder, "twin") for folder in (None, tmp_path / "scratch")]
     with rejected("ambiguous-run") as caught:
         find_run("twin")
     assert all(str(run.path) in str(caught.value) for run in twins)
 
 
 def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> None:
-    other, ended, living = (create_run(spec, name=name) for name in ("other", "ended", "living"))
+    other, ended, living = (named_run(spec, None, name) for name in ("other", "ended", "living"))
     change_state(ended, state="finished")
     me = identify(os.getpid(), "supervisor")
     change_state(living, state="training", host=socket.gethostname(), supervisor=me)

@@ -37,6 +37,7 @@ from so_tui.spec import find_preset, with_values
 from so_tui.units import GIB
 from tests.support import records
 from tests.support.machines import superchips
+from tests.support.named_runs import named_run
 from tests.support.plans import SOFTWARE
 
 STEP_S = 3.1
@@ -123,7 +124,7 @@ def write_run(
     chance = random.Random(seed)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
-    run = create_run(plan.spec, runs_dir, name)
+    run = named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
     attempt = new_attempt(run)
     now = time.time() if now is None else now
     began = now - steps * STEP_S - 42

@@ -25,6 +25,7 @@ from so_tui_trainer.checkpoint_folder import _verify, claim, newest, set_all_asi
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
+from tests.support.named_runs import named_run
 from tests.support.problems import coded
 
 
@@ -76,8 +77,8 @@ def test_later_attempts_find_the_checkpoint_folder(tmp_path: Path) -> None:
 
 def test_a_run_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
-    first = create_run(spec, tmp_path / "runs", "same")
-    second = create_run(spec, tmp_path / "others", "same")
+    first = named_run(spec, tmp_path / "runs", "same")
+    second = named_run(spec, tmp_path / "others", "same")
     folder = claim(first, spec)
     written(folder, 11, run_id(first), spec)
     (folder / "step-000012.partial").mkdir()
@@ -91,8 +92,8 @@ def test_a_run_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
 
 def test_a_folder_without_identity_is_of_a_run_without_one(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
-    old = create_run(spec, tmp_path / "runs", "same")
-    new = create_run(spec, tmp_path / "others", "same")
+    old = named_run(spec, tmp_path / "runs", "same")
+    new = named_run(spec, tmp_path / "others", "same")
     old.manifest_path.unlink()
     folder = claim(old, spec)
     written(folder, 5, "", spec)

@@ -21,7 +21,6 @@ from so_tui.trust.files import (
     private_folder,
     read_bounded,
     umask_of,
-    wanted,
 )
 
 
@@ -119,8 +118,3 @@ def test_mode_of_a_run_ignores_the_umask(umask: int, tmp_path: Path) -> None:
             assert (is_shared(run), umask_of(run)) == (shared, of_files)
     finally:
         os.umask(before)
-
-
-def test_only_one_value_shares() -> None:
-    shares = [wanted({"SO_TUI_SHARE": value}) for value in ("group", "", "world")]
-    assert [*shares, wanted({})] == [True, False, False, False]

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from itertools import chain
@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.folders import cache_home
+from so_tui.folders import Environment, cache_home
 from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
@@ -87,7 +87,7 @@ class _RefusedError(SlurmError):
         super().__init__(f"{command} refused: {brief_message('. '.join(lines))}")
 
 
-def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+def submit(script: str, folder: str, environment: Environment) -> str:
     """Submit a batch script from a folder and return the job's id.
 
     Raises:
@@ -212,7 +212,7 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+def _call(argv: Sequence[str], environment: Environment | None = None) -> str:
     given = os.environ if environment is None else environment
     env = {
         name: value

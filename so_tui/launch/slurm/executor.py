@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from so_tui.folders import Environment
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
@@ -62,7 +63,7 @@ class _Index(Struct):
 class _HubCache:
     """The cache folders that an environment names."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Environment) -> None:
         home = Path(
             environment.get("HF_HOME")
             or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -94,7 +95,7 @@ class _HubCache:
         return any(folder.is_dir() for folder in folders)
 
 
-def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
+def _not_cached(spec: RunSpec, environment: Environment, where: str) -> Iterator[Problem]:
     """Yield a problem for each part of a spec that is on the hub and not in the cache.
 
     Args:

@@ -16,7 +16,7 @@ from so_tui.folders import settings_file
 from so_tui.launch.command import MARKER, AlertCommand, log_line
 from so_tui.launch.supervisor.prometheus import Textfile
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
+from so_tui.runs.records import Alert, Alerts, MetricRecord, RunState, Sample, StepRecord
 from so_tui.settings import ALERTS, AlertName, AlertSettings, Settings
 from so_tui.settings_file import Loaded, load_settings
 from so_tui.trust.text import bounded, brief_line
@@ -112,7 +112,7 @@ class _AlertWatch:
 
     def observe(
         self, state: RunState, records: Iterable[MetricRecord], now: float, settings: AlertSettings
-    ) -> tuple[Alert, ...]:
+    ) -> Alerts:
         """Return the alerts of new records and of the time since the last step."""
         found: list[Alert] = []
         for record in records:
@@ -129,7 +129,7 @@ class _AlertWatch:
 
     def disks(
         self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool
-    ) -> tuple[Alert, ...]:
+    ) -> Alerts:
         """Return the alert of a disk with too little space. ``full`` says that writing has
         failed.
         """
@@ -140,12 +140,12 @@ class _AlertWatch:
         low = full or least < bound
         return self._noticed("disk", state.step, settings, low, value=least, bound=bound)
 
-    def end(self, state: RunState, settings: AlertSettings) -> tuple[Alert, ...]:
+    def end(self, state: RunState, settings: AlertSettings) -> Alerts:
         """Return the alert of the end that a final state records."""
         kind: AlertName = "ended" if state.state in ("finished", "stopped") else "failed"
         return self._noticed(kind, state.step, settings, True)
 
-    def _of_step(self, record: StepRecord, settings: AlertSettings) -> tuple[Alert, ...]:
+    def _of_step(self, record: StepRecord, settings: AlertSettings) -> Alerts:
         step, loss, norm, bound = (
             record.step,
             record.loss,
@@ -173,7 +173,7 @@ class _AlertWatch:
         *,
         value: float | None = None,
         bound: float | None = None,
-    ) -> tuple[Alert, ...]:
+    ) -> Alerts:
         """Return the alert of a condition if it holds and did not before, and its kind is
         wanted.
         """
@@ -194,7 +194,7 @@ class _AlertWatch:
         )
 
 
-def remembered(before: tuple[Alert, ...], new: tuple[Alert, ...]) -> tuple[Alert, ...]:
+def remembered(before: Alerts, new: Alerts) -> Alerts:
     """Return the alerts that the state keeps."""
     return (*before, *new)[-KEPT:]
 
@@ -246,9 +246,7 @@ class Announcer:
         self._disks_due = 0.0
         self._textfile = Textfile(run.name, host)
 
-    def tick(
-        self, state: RunState, records: Iterable[MetricRecord], *, full: bool
-    ) -> tuple[Alert, ...]:
+    def tick(self, state: RunState, records: Iterable[MetricRecord], *, full: bool) -> Alerts:
         """Return what is new; ``full`` says that the disk accepts nothing more."""
         settings, now = self._settings.current().alerts, time.monotonic()
         found = self._watch.observe(state, records, now, settings)
@@ -264,7 +262,7 @@ class Announcer:
         folder = self._settings.current().prometheus.folder
         self._textfile.publish(folder, state, step, sample)
 
-    def end(self, state: RunState) -> tuple[Alert, ...]:
+    def end(self, state: RunState) -> Alerts:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and
         ``finish`` waits for its command.
         """

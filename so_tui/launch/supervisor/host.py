@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Literal, TypeVar
@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from so_tui.folders import Environment
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
@@ -39,7 +40,7 @@ from so_tui.launch.supervisor.slowness import missing_network
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
-from so_tui.plan.plan import Launch, Plan, RankBinding
+from so_tui.plan.plan import Binding, Launch, Plan
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import this_host
@@ -87,7 +88,7 @@ ALONE = Nodes()
 """The only node of a run."""
 
 
-def nodes_of_job(environ: Mapping[str, str]) -> Nodes:
+def nodes_of_job(environ: Environment) -> Nodes:
     """Return what Slurm says of the nodes of the step that this process belongs to."""
     count = int(environ.get("SLURM_NNODES") or 1)
     if count == 1:
@@ -102,7 +103,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> Nodes:
     )
 
 
-def numbered(binding: tuple[RankBinding, ...], node: int) -> tuple[RankBinding, ...]:
+def numbered(binding: Binding, node: int) -> Binding:
     """Return a host's bindings with the numbers that its ranks have among those of all nodes."""
     return tuple(replace(rank, rank=rank.rank + node * len(binding)) for rank in binding)
 
@@ -291,7 +292,7 @@ class Host:
             HostDiffersError: This is not the host that was planned for.
             OSError: The process or a file could not be made.
         """
-        gpus = chosen_gpus(self.launch.plan, self.launch.machine)
+        gpus = chosen_gpus(self.launch)
         self._locks = host_check.take_gpus(gpus, str(self._run.path))
         host = inspect_machine()
         refuse_different_host(self.launch, host)
@@ -363,7 +364,7 @@ class Host:
                 if error.holder.run != str(self._run.path):
                     raise
 
-        _each(take, chosen_gpus(self.launch.plan, self.launch.machine))
+        _each(take, chosen_gpus(self.launch))
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""

@@ -17,7 +17,7 @@ from msgspec import Struct, json
 from so_tui.folders import host_folder, state_home
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.plan import Launch, Plan, RankBinding
+from so_tui.plan.plan import Binding, Launch
 from so_tui.spec import Refusal, Refused
 from so_tui.trust.files import NotOwnError, private_folder
 from so_tui.units import memory_size
@@ -67,7 +67,7 @@ def software_differences(planned: Machine, host: Machine) -> tuple[Refusal, ...]
     )
 
 
-def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> Iterator[Refusal]:
+def _gpus(binding: Binding, planned: Machine, host: Machine) -> Iterator[Refusal]:
     expected = {gpu.index: gpu for gpu in planned.gpus}
     present = {gpu.index: gpu for gpu in host.gpus}
     for index in (rank.gpu for rank in binding if rank.gpu is not None):
@@ -90,9 +90,7 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
             )
 
 
-def _numa_nodes(
-    binding: tuple[RankBinding, ...], planned: Machine, host: Machine
-) -> Iterator[Refusal]:
+def _numa_nodes(binding: Binding, planned: Machine, host: Machine) -> Iterator[Refusal]:
     used = {rank.numa_node for rank in binding if rank.numa_node is not None} | {
         node for rank in binding for node in rank.memory_policy.nodes
     }
@@ -133,7 +131,7 @@ def _named(nodes: Iterable[int]) -> str:
     return f"NUMA nodes {', '.join(first)} and {last}" if first else f"NUMA node {last}"
 
 
-def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]:
+def _cores(binding: Binding, host: Machine) -> Iterator[Refusal]:
     if missing := {cpu for rank in binding for cpu in rank.cpus} - set(host.allowed_cpus):
         yield Refusal(
             "cores-not-allowed",
@@ -250,10 +248,10 @@ def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
     return tuple(locks)
 
 
-def chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
-    """Return the GPUs of a machine that a plan uses."""
-    chosen = {rank.gpu for rank in plan.binding}
-    return [gpu for gpu in machine.gpus if gpu.index in chosen]
+def chosen_gpus(launch: Launch) -> list[Gpu]:
+    """Return the GPUs that a launch uses."""
+    chosen = {rank.gpu for rank in launch.plan.binding}
+    return [gpu for gpu in launch.machine.gpus if gpu.index in chosen]
 
 
 def _names(path: Path, descriptor: int) -> bool:

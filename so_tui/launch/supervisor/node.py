@@ -64,11 +64,6 @@ class NodeState(Struct, frozen=True, kw_only=True):
     """
 
 
-def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeState) -> None:
-    """Replace ``node<N>.json``. Raises OSError."""
-    write_run_json(run, run.node_path(attempt, node), state)
-
-
 class OtherNodes:
     """The other nodes of a run, as the first node's supervisor sees them."""
 
@@ -169,7 +164,7 @@ class NodeSupervisor:
         self._run = run
         self._attempt = attempt
         self._host = Host(run, attempt, launch, nodes)
-        self._node = nodes.node
+        self._path = run.node_path(attempt, nodes.node)
         supervisor = identify(os.getpid(), "supervisor")
         self._state = NodeState(host=self._host.name, supervisor=supervisor)
         self._first_heartbeat = -1
@@ -259,4 +254,4 @@ class NodeSupervisor:
     def _write_state(self, **changes: Any) -> None:
         self._state = replace(self._state, heartbeat=self._state.heartbeat + 1, **changes)
         with self._host.despite_errors_of("state"):
-            write_node_state(self._run, self._attempt, self._node, self._state)
+            write_run_json(self._run, self._path, self._state)

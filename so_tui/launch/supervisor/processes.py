@@ -27,7 +27,7 @@ from so_tui.launch.command import MARKER as ALERT_MARKER
 from so_tui.machine.host import pss_bytes
 from so_tui.runs.directory import RunDirectory, run_id
 from so_tui.runs.liveness import Stat, alive, read_stat
-from so_tui.runs.records import ForeignProcess, Process, Role
+from so_tui.runs.records import ForeignProcess, ForeignProcesses, Process, Role
 
 # The entries in the environment of a run's processes by which its supervisor recognises them.
 
@@ -95,7 +95,7 @@ class ProcessLoads:
             loads[pid] = stat, ticks / _TICKS_PER_S / interval_s
         return loads
 
-    def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
+    def read(self, *, without: Collection[int] = ()) -> ForeignProcesses:
         """Return the processes that compute, the busiest first; none at the first reading.
 
         Args:

@@ -16,7 +16,7 @@ from so_tui.trust.text import printable_line
 
 
 def _exposition(
-    run: str, host: str, state: RunState, step: StepRecord | None, sample: Sample | None
+    run: str, host: str, state: RunState, step: StepRecord | None, sample: Sample
 ) -> str:
     """Return what is known of a run in the text format of Prometheus, version 0.0.4."""
     lines: dict[str, list[str]] = {}
@@ -63,7 +63,7 @@ _OF_GPU = {
 
 
 def _figures(
-    state: RunState, step: StepRecord | None, sample: Sample | None
+    state: RunState, step: StepRecord | None, sample: Sample
 ) -> Iterator[tuple[str, float | None, dict[str, str]]]:
     """Yield name, value and labels; a value that is None was not measured."""
     yield "state", 1, {"state": state.state}
@@ -74,17 +74,16 @@ def _figures(
             yield name, getattr(step, field), {}
         for part in ("data", "forward", "backward", "exposed_optimizer", "other"):
             yield "step_part_seconds", getattr(step, f"{part}_s"), {"part": part}
-    if sample is not None:
-        yield "run_memory_bytes", sample.run_memory_bytes, {}
-        for node in sample.nodes:
-            labels = {"node": str(node.id)}
-            busy = sum(node.cores) / (100 * len(node.cores)) if node.cores else None
-            yield "node_memory_used_bytes", node.memory_used_bytes, labels
-            yield "node_cpu_busy_ratio", busy, labels
-        for gpu in sample.gpus:
-            for name, (field, unit) in _OF_GPU.items():
-                value = getattr(gpu, field)
-                yield name, None if value is None else value * unit, {"gpu": str(gpu.index)}
+    yield "run_memory_bytes", sample.run_memory_bytes, {}
+    for node in sample.nodes:
+        labels = {"node": str(node.id)}
+        busy = sum(node.cores) / (100 * len(node.cores)) if node.cores else None
+        yield "node_memory_used_bytes", node.memory_used_bytes, labels
+        yield "node_cpu_busy_ratio", busy, labels
+    for gpu in sample.gpus:
+        for name, (field, unit) in _OF_GPU.items():
+            value = getattr(gpu, field)
+            yield name, None if value is None else value * unit, {"gpu": str(gpu.index)}
 
 
 def _escaped(text: str) -> str:

@@ -44,7 +44,7 @@ from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     FINAL_STATES,
-    Alert,
+    Alerts,
     EndRecord,
     MetricRecord,
     OutcomeCode,
@@ -256,7 +256,7 @@ class Supervisor:
         self._slow.sample(sample)
         self.announcer.publish(self._state, self._reader.latest, sample)
 
-    def _remember(self, alerts: tuple[Alert, ...]) -> None:
+    def _remember(self, alerts: Alerts) -> None:
         self._state = replace(self._state, alerts=remembered(self._state.alerts, alerts))
 
     def _check_stop_request(self) -> None:
@@ -341,7 +341,7 @@ class Supervisor:
         advice = _planned_advice(outcome, self._host.launch)
         self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
-            new: tuple[Alert, ...] = ()
+            new: Alerts = ()
             with self._host.despite_errors_of("alerts"):
                 new = self.announcer.end(self._state)
                 self._remember(new)

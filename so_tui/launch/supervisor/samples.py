@@ -25,11 +25,12 @@ import psutil
 from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
 from so_tui.machine.system_files import KIB, SystemFiles, meminfo
-from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.machine.types import Cpus, Gpu, Machine, NumaNode
 from so_tui.runs.records import (
-    ForeignProcess,
+    ForeignProcesses,
     GpuSample,
     NodeSample,
+    Placements,
     Process,
     RankPlacement,
     Role,
@@ -65,7 +66,7 @@ class HostProcess:
     """Cores that it keeps busy."""
     memory_bytes: int | None
     """Resident memory."""
-    bound: tuple[int, ...]
+    bound: Cpus
     """The CPUs that it is bound to; empty where it may use all that are allowed here."""
     gpu_bytes: GpuBytes
 
@@ -97,7 +98,7 @@ class HostProcesses:
         found.sort(key=lambda use: (not use.gpu_bytes, -use.gpu_total_bytes, -use.cores, use.pid))
         return tuple(map(_with_owner, found[:MOST]))
 
-    def _bound(self, pid: int) -> tuple[int, ...]:
+    def _bound(self, pid: int) -> Cpus:
         try:
             cpus = os.sched_getaffinity(pid)
         except OSError:  # it has ended
@@ -442,7 +443,7 @@ _PAGES = re.compile(rb" N(\d+)=(\d+)")
 _PAGE_SIZE = re.compile(rb" kernelpagesize_kB=(\d+)")
 
 
-def _read_placements(processes: Iterable[Process]) -> tuple[RankPlacement, ...]:
+def _read_placements(processes: Iterable[Process]) -> Placements:
     """Return the placement of each rank's processes that live now.
 
     The kernel walks their page tables for it: milliseconds a gigabyte of small pages.
@@ -481,7 +482,7 @@ def _node_bytes(numa_maps: bytes) -> dict[int, int]:
     return dict(sizes)
 
 
-def _cpus(processes: Iterable[Process], role: Role) -> tuple[int, ...]:
+def _cpus(processes: Iterable[Process], role: Role) -> Cpus:
     """Return the CPUs on which any thread of the processes of a role may run."""
     found: set[int] = set()
     for process in (process for process in processes if process.role == role):
@@ -597,7 +598,7 @@ class Sampler:
         self._clock, self._cpu, self._own_cpu_s = now, cpu, own_cpu_s
         run_cpu_s = self._tree.cpu_s()
         busy_cores = sum(sum(node.cores) for node in nodes) / 100
-        foreign: tuple[ForeignProcess, ...] = ()
+        foreign: ForeignProcesses = ()
         if busy_cores - run_cpu_s / max(interval_s, 1e-3) < _FOREIGN_CORES:
             self._foreign = self._foreign_reader()
         else:
@@ -605,7 +606,7 @@ class Sampler:
         # Before the GPUs, which may answer late while they start.
         peak = self._high_water.read(self._tree.alive)
         # In some samples only: it rarely changes, and takes as much space as the cores' load.
-        placement: tuple[RankPlacement, ...] = ()
+        placement: Placements = ()
         if now >= self._placement_due:
             self._placement_due = now + MEMORY_INTERVAL_S
             placement = self._placement.value(now) or ()
@@ -623,11 +624,11 @@ class Sampler:
             placement=placement,
         )
 
-    def _foreign_reader(self) -> _Seldom[tuple[ForeignProcess, ...]]:
+    def _foreign_reader(self) -> _Seldom[ForeignProcesses]:
         """Return what names the other processes that compute, for which it takes two readings."""
         loads = ProcessLoads()
 
-        def read() -> tuple[ForeignProcess, ...]:
+        def read() -> ForeignProcesses:
             ours = {process.pid for process in self._tree.alive} | {os.getpid()}
             return loads.read(without=ours)[:MOST_FOREIGN]
 

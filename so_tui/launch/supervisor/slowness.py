@@ -8,20 +8,22 @@ import math
 import re
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from so_tui.folders import Environment
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
+from so_tui.plan.plan import Binding, Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.records import (
     Cause,
     MetricRecord,
     PhaseRecord,
+    Placements,
     RankPlacement,
     Sample,
     Slowdown,
@@ -45,7 +47,7 @@ _SOCKETS = "Socket"
 _USES = re.compile(r"NCCL INFO Using network (\S.*)")
 
 
-def missing_network(lines: Iterable[str], environ: Mapping[str, str]) -> str:
+def missing_network(lines: Iterable[str], environ: Environment) -> str:
     """Return the network that ``environ`` says to expect, if NCCL uses sockets instead according to
     these lines of the log; otherwise nothing.
     """
@@ -56,7 +58,6 @@ def missing_network(lines: Iterable[str], environ: Mapping[str, str]) -> str:
     return expected if sockets else ""
 
 
-CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
 _LEAST_SHARE = 0.1
 """Share of the excess that a cause must explain to be named."""
 LEAST_OWN_SHARE = 0.9
@@ -108,7 +109,7 @@ class _Measured(Struct, frozen=True, kw_only=True):
     foreign: tuple[str, ...] = ()
     """Names of the busiest of them."""
     clock: _Clock | None = None
-    placement: tuple[RankPlacement, ...] = ()
+    placement: Placements = ()
 
 
 class _Planned(Struct, frozen=True, kw_only=True):
@@ -116,7 +117,7 @@ class _Planned(Struct, frozen=True, kw_only=True):
 
     step: StepTime
     rates: PlannedRates | None = None
-    binding: tuple[RankBinding, ...] = ()
+    binding: Binding = ()
 
 
 def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
@@ -138,20 +139,16 @@ def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     return tuple(sorted(found, key=lambda cause: cause.seconds < most_s / 2))
 
 
-def _placed(
-    measured: _Measured, planned: _Planned
-) -> Iterator[tuple[int, RankPlacement, RankBinding]]:
-    """Yield each rank with where it is and where it was planned to be."""
+def _placed(measured: _Measured, planned: _Planned) -> Iterator[tuple[RankPlacement, RankBinding]]:
+    """Return where each rank is and where it was planned to be."""
     bound = {binding.rank: binding for binding in planned.binding}
-    for place in measured.placement:
-        if place.rank in bound:
-            yield place.rank, place, bound[place.rank]
+    return ((place, bound[place.rank]) for place in measured.placement if place.rank in bound)
 
 
 def _misbound(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     elsewhere = [
-        rank
-        for rank, place, binding in _placed(measured, planned)
+        place.rank
+        for place, binding in _placed(measured, planned)
         if misplaced(place, binding.cpus, binding.main_cpus)
     ]
     if elsewhere:
@@ -161,8 +158,8 @@ def _misbound(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
 
 def _on_other_nodes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     shares = [
-        (share, rank)
-        for rank, place, binding in _placed(measured, planned)
+        (share, place.rank)
+        for place, binding in _placed(measured, planned)
         if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
     ]
     share, rank = min(shares, default=(1.0, 0))
@@ -293,11 +290,11 @@ def _foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) 
 
 def _foreign_names(samples: Iterable[Sample], cpus: set[int]) -> tuple[str, ...]:
     """Return the names of the foreign processes that took most of these CPUs."""
-    cores: dict[str, float] = {}
+    cores: defaultdict[str, float] = defaultdict(float)
     for sample in samples:
         for process in sample.foreign:
             if process.cpu in cpus:
-                cores[process.name] = cores.get(process.name, 0.0) + process.cores
+                cores[process.name] += process.cores
     return tuple(sorted(cores, key=lambda name: -cores[name])[:_MOST_NAMES])
 
 

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
+from so_tui.folders import Environment
 from so_tui.machine.gpus import GpuHealth
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
@@ -110,7 +111,7 @@ class CheckContext:
     """System files of this host; None if the machine is another host, of which only the Machine is
     checked.
     """
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Environment = field(default_factory=dict)
     health: tuple[GpuHealth, ...] = ()
     checkpoints: Path | None = None
     """Folder on this host for checkpoints."""

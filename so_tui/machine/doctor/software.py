@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from so_tui.folders import kernel_folder
+from so_tui.folders import Environment, kernel_folder
 from so_tui.machine.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.software import (
     PACKAGES,
@@ -130,7 +130,7 @@ def _check_build_tools(context: CheckContext) -> Findings:
         )
 
 
-def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
+def has_adam_kernel(files: SystemFiles, environment: Environment) -> bool:
     """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write.
     In a copied machine owners are unknown.
 
