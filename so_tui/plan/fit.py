@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.machine.types import Machine
-from so_tui.model.profile import ModelProfile, profile_of
-from so_tui.model.shape import WEIGHT_BYTES, StateLayout
+from so_tui.model.profile import WEIGHT_BYTES, ModelProfile, StateLayout, profile_of
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.host_memory import Copies, copies
 from so_tui.plan.measured import (

@@ -67,7 +67,7 @@ CPU optimizer takes.
 def _communication_terms(placement: Placement) -> Terms:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu = placement.layout, placement.profile, placement.gpu
-    ranks, layer, largest = layout.ranks, profile.largest_layer, layout.largest_parameter
+    ranks, layer, largest = layout.ranks, profile.largest_layer, profile.largest_parameter
     bucket = placement.reduce_bucket
     yield sized("reduce-bucket", gpu, "exact", 2, bucket, " (reduce_bucket_size)")
     yield _in_reduction(placement)
@@ -78,7 +78,7 @@ def _communication_terms(placement: Placement) -> Terms:
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and
         # the head included.
         in_use = max(live_parameters(layer, ranks) + layer, 2 * largest)
-        live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
+        live = min(profile.parameters, run_ahead_parameters(layer, ranks) + in_use)
         note = " (ahead, in use, and being copied)"
         yield sized("gathered-parameters", gpu, "estimate", 2, live, note)
         pools = constants().memory.stream_pool_share
@@ -115,10 +115,11 @@ def _fetched_weights(placement: Placement) -> Terms:
     One rank computes with the copies themselves. Several gather them, and each holds copies of its
     own shards until it has.
     """
-    layout, layer = placement.layout, placement.profile.largest_layer
+    layout, profile = placement.layout, placement.profile
+    layer, largest = profile.largest_layer, profile.largest_parameter
     if not placement.host_weights or not placement.has_gpu:
         return
-    live, largest = live_parameters(layer, layout.ranks), layout.largest_parameter
+    live = live_parameters(layer, layout.ranks)
     if layout.ranks > 1:
         text = "2 B x {} (shards that are about to be gathered)"
         held = partition_numel(max(live, largest), layout.ranks)
@@ -136,15 +137,15 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
     """Return the flat copies of buckets that ZeRO-3 reduces on its own stream. Their memory stays
     reserved for it in every phase.
     """
-    spec, layout = placement.spec, placement.layout
-    bucket = min(placement.reduce_bucket, layout.parameters)
+    spec, layout, profile = placement.spec, placement.layout, placement.profile
+    bucket = min(placement.reduce_bucket, profile.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
     copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
     more: list[tuple[str, int, int]] = []
     if spec.gradient_accumulation_steps > 1 and not own_engine(spec):
         more.append((" + 4 B x {}", 4, partition_numel(bucket, layout.ranks)))
     if spec.offload.mode == "zerooffload" and layout.cpu_numel:
-        share = partition_numel(layout.largest_parameter, layout.ranks)
+        share = partition_numel(profile.largest_parameter, layout.ranks)
         chunk = min(NORM_CHUNK, share)
         # The norm comes first, then a cast to fp32, which reuses its memory.
         norm, cast = (" + 8 B x {} for a norm", 8, chunk), (" + 4 B x {} for a cast", 4, share)
@@ -169,17 +170,17 @@ def _gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_byt
     of the layers that filled them. DeepSpeed's SuperOffload keeps the host waiting, and its buckets
     fill up between two layers.
     """
-    spec, layout, block = placement.spec, placement.layout, placement.profile.largest_layer
-    bucket = min(placement.reduce_bucket, layout.parameters)
+    spec, layout, profile = placement.spec, placement.layout, placement.profile
+    block, bucket = profile.largest_layer, min(placement.reduce_bucket, profile.parameters)
     ahead, freed = BUCKETS_AHEAD, 0.0
     if layout.cpu_numel and spec.offload.mode == "zerooffload":
         ahead = ZEROOFFLOAD_BUCKETS_AHEAD
     elif layout.cpu_numel and not own_engine(spec):
         ahead, freed = 1, working_bytes / 2
-    numel = min(layout.parameters, ahead * bucket)
+    numel = min(profile.parameters, ahead * bucket)
     if layout.ranks > 1:
         numel = min(numel, run_ahead_parameters(block, layout.ranks) + bucket)
-    layers_done = min(placement.profile.architecture.layers, numel / block) if block else 0
+    layers_done = min(profile.architecture.layers, numel / block) if block else 0
     return max(0, int(2 * numel - layers_done * layer_bytes - freed))
 
 
@@ -293,8 +294,8 @@ def _offloaded_states(placement: Placement) -> Terms:
         pieces = [*(4 * group.numel for group in layout.cpu_groups), buffer * layout.numel]
         if placement.host_weights:  # one block for each parameter group
             pieces += [
-                2 * sum(group.numel for group in layout.sub_groups if group.group == name)
-                for name in ("decay", "no-decay")
+                2 * sum(group.numel for group in layout.sub_groups if group.decay == decay)
+                for decay in (True, False)
             ]
         yield term(
             "pinned-rounding",

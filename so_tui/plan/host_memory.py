@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.profile import profile_of
-from so_tui.model.shape import StateLayout
+from so_tui.model.profile import StateLayout, profile_of
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
@@ -236,4 +235,4 @@ def _disk_terms(placement: Placement) -> Terms:
     values = (STATE_BYTES, layout.numel, layout.ranks)
     yield term("checkpoint", "disk", STATE_BYTES * numel, "exact", text, *values)
     if placement.spec.checkpoint.export:
-        yield sized("export", "disk", "exact", 2, layout.parameters, " (bf16)")
+        yield sized("export", "disk", "exact", 2, placement.profile.parameters, " (bf16)")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from so_tui.model.profile import ModelProfile, in_tiles
-from so_tui.model.shape import Span, StateLayout
+from so_tui.model.profile import ModelProfile, Span, StateLayout, in_tiles
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
 from so_tui.spec.run_spec import Mode, RunSpec

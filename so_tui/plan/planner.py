@@ -92,19 +92,14 @@ def _target(
     return target_of(spec, machine, workload=known.workload if known else workload, probed=probed)
 
 
-def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
+def recommend(spec: RunSpec, machine: Machine) -> Plan:
     """Return the fastest settings that fit on this machine with a margin, or simpler ones that are
     about as fast, each with its reason.
 
     Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen.
     Tokens of a step and sequence length stay.
-
-    Args:
-        spec: What to run.
-        machine: Where.
-        gpus: On how many GPUs; by default as the spec says.
     """
-    wanted = as_read(spec if gpus is None else replace(spec, gpus=gpus), machine)
+    wanted = as_read(spec, machine)
     plan, chosen = _recommended(wanted, machine)
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)

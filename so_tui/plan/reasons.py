@@ -227,7 +227,7 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
     """Yield what travels between the hosts of a run in a step, and how long that takes; nothing for
     one host.
     """
-    target, layout, model = found.target, found.layout, found.model
+    target, model, ranks = found.target, found.model, found.target.ranks
     if target.hosts == 1:
         return
     times = _COLLECTIVES * found.spec.gradient_accumulation_steps
@@ -238,8 +238,8 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
         longer_s = model.step_time().total_s - on_one_host.step_time().total_s
     yield AcrossHosts(
         machines=target.hosts,
-        ranks=layout.ranks,
-        bytes_per_step=times * (2 * layout.parameters * (layout.ranks - 1) // layout.ranks),
+        ranks=ranks,
+        bytes_per_step=times * (2 * target.profile.parameters * (ranks - 1) // ranks),
         network=target.resources.network,
         seconds=seconds,
         longer_s=longer_s,
@@ -354,8 +354,8 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     yield from _faster_attention(found)
     if resources.gpu_memory_unknown:
         yield GpuMemoryUnknown()
-    if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
-        yield SlowWithoutGpu(parameters=found.layout.parameters)
+    if not resources.has_gpu and (parameters := target.profile.parameters) > _SLOW_ON_CPU:
+        yield SlowWithoutGpu(parameters=parameters)
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
     if masked and not spec.data.packing:
         rows = target.workload.row_share(spec.train.micro_batch)

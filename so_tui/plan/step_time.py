@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.flops import attention_pairs, recomputed_logits
-from so_tui.model.profile import offloaded_bytes, policy_of
-from so_tui.model.shape import WEIGHT_BYTES, StateLayout, bucket_tokens
+from so_tui.model.flops import attention_pairs, bucket_tokens, recomputed_logits
+from so_tui.model.profile import WEIGHT_BYTES, StateLayout, offloaded_bytes, policy_of
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
@@ -208,11 +207,12 @@ class StepModel:
         """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as
         much. Each rank, and each host, receives all but its own part.
         """
-        layout, between = self.placement.layout, self.between_hosts_bytes_per_s
+        placement, between = self.placement, self.between_hosts_bytes_per_s
+        ranks = placement.layout.ranks
         rates = [between] if between else []
-        if between is None or self.placement.local_ranks > 1:
+        if between is None or placement.local_ranks > 1:
             rates.append(self.speed.peer_bytes_per_s)
-        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / min(rates)
+        return 2 * placement.profile.parameters * (ranks - 1) / ranks / min(rates)
 
     @cached_property
     def one_pass(self) -> _Pass:

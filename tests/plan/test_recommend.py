@@ -143,7 +143,7 @@ def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: 
 
 def test_the_command_of_a_recommendation_runs_just_that() -> None:
     given = spec_of("phi-4")
-    plan = recommend(given, QUAD, 4)
+    plan = recommend(replace(given, gpus=4), QUAD)
     words = command_of(plan, given, "phi-4", 4).split()
     assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
     changes = dict(word.split("=") for word in words if "=" in word)
@@ -247,7 +247,7 @@ def test_a_larger_micro_batch_is_tried_for_summed_gradients() -> None:
     roomy = recommended("qwen3-30b-a3b", BIG, train__micro_batch="4")
     summed = {"train__micro_batch": "1", "train__gradient_accumulation": "4"}
     cut = planned("qwen3-30b-a3b", BIG, gpus="1", **summed)
-    again = recommend(cut.spec, BIG, 1)
+    again = recommend(cut.spec, BIG)
     assert (roomy.recommended, cut.fits, again.recommended) == (True, False, True)
     assert again.spec.gradient_accumulation_steps == 1
     assert rate_of(again) > 0.97 * rate_of(roomy)

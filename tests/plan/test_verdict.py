@@ -163,12 +163,12 @@ def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
 
 
 def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
-    plan = recommend(long_spec(1_048_576, "llama-3.1-8b"), BIG, 1)
+    plan = recommend(long_spec(1_048_576, "llama-3.1-8b"), BIG)
     assert not plan.fits
     (change,) = only(plan.remedies, FitsHere).changes
     assert change.key == "data.sequence_length"
     assert isinstance(change.after, int)
-    assert recommend(long_spec(change.after, "llama-3.1-8b"), BIG, 1).fits
+    assert recommend(long_spec(change.after, "llama-3.1-8b"), BIG).fits
 
 
 def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:

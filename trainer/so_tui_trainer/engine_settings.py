@@ -8,8 +8,7 @@ import sys
 
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
-from so_tui.model.profile import profile_of
-from so_tui.model.shape import WEIGHT_BYTES
+from so_tui.model.profile import WEIGHT_BYTES, profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
 from so_tui.plan.placement import own_engine
 from so_tui.plan.plan import HOST_MARGIN, NOTHING_OPTIONAL, OptionalMemory, RankBinding
