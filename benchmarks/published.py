@@ -263,9 +263,8 @@ def _counted(figure: Published) -> float:
         profile.flops,
         plan.tokens_per_step,
         [length] * sequences,
-        checkpointing=plan.spec.model.repeats_products,
-        attention_recomputed=plan.spec.model.repeats_attention,
-        tiled=in_tiles(plan.spec.model, profile.architecture, plan.spec.micro_batch_tokens),
+        policy=plan.spec.model.policy,
+        tiled=in_tiles(plan.spec, profile.architecture),
     )
     return _tflops(plan, 1.0) * 1e12 / executed
 

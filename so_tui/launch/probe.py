@@ -25,7 +25,6 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Launch, Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import DIGEST
@@ -356,7 +355,7 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
         actual=found.figures,
         constants=DIGEST,
         step_parts=STEP_PARTS,
-        host_weights=keeps_weights_on_host(plan.spec),
+        host_weights=plan.spec.offload.keeps_weights_on_host,
         computing=_computing(plan.spec, machine, found.workload),
     )
 

@@ -21,7 +21,7 @@ from math import prod
 from msgspec import Struct
 
 from so_tui.model.shape import Architecture, AttentionLayers, architecture
-from so_tui.spec.run_spec import ModelSpec, ParameterBlock, TensorKind
+from so_tui.spec.run_spec import ModelSpec, ParameterBlock, Policy, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found
@@ -167,26 +167,24 @@ def hw_flops(
     tokens: int,
     document_lengths: Iterable[int],
     *,
-    checkpointing: bool,
-    attention_recomputed: bool = True,
+    policy: Policy,
     tiled: bool = False,
 ) -> float:
     """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included.
 
-    6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and
-    attention once more. The output head is not repeated: the loss forms gradients in the forward,
+    6 N T + 3 x attention, and 2 T for each parameter and attention once more, if backward repeats
+    them. The output head is not repeated: the loss forms gradients in the forward,
     and multiplies again only what ``so_tui.model.flops`` counts.
 
     Args:
         flops: What one token costs.
         tokens: Positions.
         document_lengths: Tokens of each document.
-        checkpointing: Whether backward computes layers again.
-        attention_recomputed: Whether it does attention, too.
+        policy: What backward computes again.
         tiled: Whether feed-forward blocks are computed in tiles.
     """
-    repeated = flops.repeated(tiled=tiled) if checkpointing else 0
-    attention_passes = 4.0 if checkpointing and attention_recomputed else 3.0
+    repeated = flops.repeated(tiled=tiled) if policy in ("full", "attention") else 0
+    attention_passes = 4.0 if policy == "full" else 3.0
     attention = attention_passes * flops.attention_forward(document_lengths)
     return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention
 

@@ -23,7 +23,7 @@ from so_tui.model.sharding import (
     sub_group_slices,
 )
 from so_tui.spec.errors import reject
-from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
+from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Policy, RunSpec, Tensor
 
 # Where a rank's optimizer states are stored: which parameter in which sub-group, on which device,
 # in how many bytes. The planner and the engine that trains use the same arithmetic.
@@ -167,17 +167,9 @@ def _assign_devices(
 # that one token uses.
 
 
-Policy = Literal["full", "attention", "selective", "none"]
-"""What backward recomputes: every block; a block except its attention; norms, rotary positions and
-activation functions; nothing.
-"""
 POLICIES: tuple[Policy, ...] = ("none", "selective", "attention", "full")
 """The fastest first."""
 
-TILED_POLICIES: tuple[Policy, ...] = ("attention", "full")
-"""Those with which feed-forward blocks can be cut into tiles: a block keeps nothing but its
-input.
-"""
 MLP_TILE_TOKENS = 8192
 
 SINKS = frozenset({"gpt_oss"})
@@ -191,68 +183,20 @@ values do not share their memory.
 """
 
 
-def policy_of(model: ModelSpec) -> Policy:
-    """Return what backward recomputes; ``auto`` counts as ``full``."""
-    return "full" if model.activation_checkpointing == "auto" else model.activation_checkpointing
-
-
-def offloads_inputs(model: ModelSpec) -> bool:
-    """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts
-    as not.
-    """
-    return model.activation_offload in ("on", "inputs") and policy_of(model) != "none"
-
-
-def offloads_results(model: ModelSpec) -> bool:
-    """Return whether attention's results are in host memory between forward and backward; ``auto``
-    counts as not.
-    """
-    return model.activation_offload in ("on", "attention") and policy_of(model) == "attention"
-
-
 def offloaded_bytes(shape: Architecture, model: ModelSpec) -> int:
     """Return what all layers keep in host memory between forward and backward, per token."""
-    inputs = block_input_bytes(shape) * shape.layers if offloads_inputs(model) else 0
-    results = (
-        attention_bytes(shape) * (shape.layers - shape.other_layers)
-        if offloads_results(model)
-        else 0
-    )
-    return inputs + results
+    inputs = shape.input_bytes * shape.layers if model.offloads_inputs else 0
+    attending = shape.layers - shape.other_layers if model.offloads_results else 0
+    return inputs + sum(shape.result_bytes) * attending
 
 
-def tiles_mlp(model: ModelSpec) -> bool:
-    """Return whether dense feed-forward blocks compute ``MLP_TILE_TOKENS`` at a time; ``auto``
-    counts as not.
-    """
-    return model.tiled_mlp == "on" and policy_of(model) in TILED_POLICIES
-
-
-def in_tiles(model: ModelSpec, shape: Architecture, tokens: int) -> bool:
-    """Return whether dense feed-forward blocks compute a micro-batch of ``tokens`` in more than one
-    tile.
-    """
-    return tiles_mlp(model) and not shape.experts and tokens > MLP_TILE_TOKENS
-
-
-def block_input_bytes(shape: Architecture) -> int:
-    """Return the bytes of one block's input: 2 h."""
-    return 2 * shape.hidden
+def in_tiles(spec: RunSpec, shape: Architecture) -> bool:
+    """Return whether dense feed-forward blocks compute a micro-batch in more than one tile."""
+    tiled = spec.model.tiles_mlp and not shape.experts
+    return tiled and spec.micro_batch_tokens > MLP_TILE_TOKENS
 
 
 _ROUTER_BYTES = 8
-
-
-def attention_bytes(shape: Architecture) -> int:
-    """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4
-    heads.
-    """
-    return sum(result_bytes(shape))
-
-
-def result_bytes(shape: Architecture) -> tuple[int, int]:
-    """Return the bytes of the two per token and layer, apart."""
-    return 2 * shape.query_width, 4 * shape.heads
 
 
 _MOST_LAYOUTS = 1024
@@ -343,11 +287,11 @@ class ModelProfile:
         """
         shape, f = self.architecture, self.architecture.active_intermediate
         h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-        stored = block_input_bytes(shape) + (16 * shape.experts_per_token if self.fused else 0)
+        stored = shape.input_bytes + (16 * shape.experts_per_token if self.fused else 0)
         if policy == "full":
             return stored
         if policy == "attention":
-            return stored + attention_bytes(shape)
+            return stored + sum(shape.result_bytes)
         stored += 4 * shape.heads
         if policy == "selective":
             gate_and_up = 0 if shape.experts and not self.fused else 2 * f
@@ -466,13 +410,6 @@ class ModelProfile:
             + per_head * (shape.query_width + shape.key_value_width)
             + per_f * shape.active_intermediate
         )
-
-    def score_bytes(self, sequence_length: int, sequences: int) -> int:
-        """Return the bytes of one layer's attention scores where they exist as whole matrices,
-        else 0.
-        """
-        scores = self.architecture.heads * sequence_length**2 * sequences
-        return 6 * scores if self.eager_attention else 0
 
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""

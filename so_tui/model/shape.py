@@ -68,6 +68,18 @@ class Architecture(Struct, frozen=True, kw_only=True):
         return self.intermediate * max(1, self.experts_per_token)
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes per token of one block's input: 2 h."""
+        return 2 * self.hidden
+
+    @property
+    def result_bytes(self) -> tuple[int, int]:
+        """Bytes per token and layer of attention's result, and of its log-sum-exp: 2 q and 4
+        heads.
+        """
+        return 2 * self.query_width, 4 * self.heads
+
+    @property
     def attention_layers(self) -> tuple[AttentionLayers, ...]:
         """The layers with attention over pairs of tokens, without and with a window."""
         full = self.layers - self.windowed_layers - self.other_layers

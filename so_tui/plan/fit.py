@@ -26,7 +26,7 @@ from so_tui.plan.measured import (
     correcting,
 )
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
-from so_tui.plan.placement import Placement, keeps_weights_on_host
+from so_tui.plan.placement import Placement
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
 from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
 from so_tui.plan.resources import (
@@ -443,7 +443,7 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
 
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     found, mode, ranks = memory_terms(placement), placement.mode, placement.layout.ranks
-    host_weights = keeps_weights_on_host(placement.spec)
+    host_weights = placement.spec.offload.keeps_weights_on_host
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]

@@ -15,11 +15,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from so_tui.machine.types import Network
-from so_tui.model.profile import Policy
 from so_tui.plan.rates import ALIKE, network_rate_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
 from so_tui.spec.errors import Problem
-from so_tui.spec.run_spec import Mode, StatesFormat
+from so_tui.spec.run_spec import Mode, Policy, StatesFormat
 from so_tui.trust.text import printable_line
 from so_tui.units import duration, memory_size, plural, thousands
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.model.flops import idle_parameters, model_flops
-from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, policy_of, profile_of, tiles_mlp
+from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.fit import (
     Assessment,
@@ -39,7 +39,6 @@ from so_tui.plan.notes import (
     TokensReached,
     WeightsOnHost,
 )
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
 from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
@@ -81,7 +80,7 @@ def make_plan(
     found = decided_settings(spec, target)
     decided: list[Choice] = [*found.why]
     if spec.model.activation_checkpointing == "auto" and target.resources.speed is not None:
-        decided.append(AutoCheckpointing(policy=policy_of(found.best.spec.model)))
+        decided.append(AutoCheckpointing(policy=found.best.spec.model.policy))
     return _plan(spec, found.best, decided)
 
 
@@ -267,7 +266,7 @@ def _plan(
 def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     """Return what the prediction of its step rests on."""
     target, mode = found.target, found.mode
-    host_weights = keeps_weights_on_host(found.spec)
+    host_weights = found.spec.offload.keeps_weights_on_host
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
     passes = corrects_passes(near, host_weights=host_weights)
     near = [probe for probe in near if passes or probe.mode == mode]
@@ -313,7 +312,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         )
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
-    if tiles_mlp(found.spec.model):
+    if found.spec.model.tiles_mlp:
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
     if offloaded_bytes(found.target.profile.architecture, found.spec.model):
         inputs = InputsOnHost(
@@ -371,7 +370,7 @@ def _resolved(found: Assessment) -> RunSpec:
     to choose.
     """
     spec, resources = found.spec, found.target.resources
-    spec = with_policy(spec, policy_of(spec.model))
+    spec = with_policy(spec, spec.model.policy)
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     whole = whole_gpus(resources.machine)[: spec.gpus]

@@ -11,7 +11,6 @@ from math import prod
 
 from msgspec.structs import replace
 
-from so_tui.model.profile import offloads_inputs, offloads_results, policy_of
 from so_tui.plan.fit import Assessment, assess, best, changed, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
@@ -117,7 +116,7 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
             mode=other.mode,
             ratio=other.spec.offload.ratio,
             micro_batch=other.spec.train.micro_batch,
-            policy=policy_of(other.spec.model),
+            policy=other.spec.model.policy,
             on_host=_on_host(other),
             slower=_slower(chosen, other),
             alike=about_as_fast(chosen.rate, other.rate),
@@ -163,7 +162,7 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
 
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
-    policy = policy_of(chosen.spec.model)
+    policy = chosen.spec.model.policy
     found = CheckpointingChosen(policy=policy)
     if policy == "full" or not chosen.step:
         return found
@@ -209,7 +208,7 @@ def _settings(found: Assessment) -> tuple[str, str, bool, int]:
 
 def _on_host(found: Assessment) -> bool:
     """Return whether what layers keep is in host memory, or a part of it."""
-    return offloads_inputs(found.spec.model) or offloads_results(found.spec.model)
+    return found.spec.model.offloads_inputs or found.spec.model.offloads_results
 
 
 def _slower(chosen: Assessment, other: Assessment) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from so_tui.model.profile import offloads_inputs, profile_of
+from so_tui.model.profile import profile_of
 from so_tui.model.sharding import moments_bytes
 from so_tui.plan.fit import Assessment, Target, assess, best, in_mode
 from so_tui.plan.gpu_memory import memory_terms
@@ -162,7 +162,7 @@ def _fitting_when_shorter(spec: RunSpec, target: Target, *, searched: bool) -> I
                 search = best_settings if searched else decided_settings
                 yield _least_change(spec, target, fitting, search=search)
                 return
-        apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
+        apart = not target.resources.supply.one_memory and not found.spec.model.offloads_inputs
         if apart and found.worst and found.worst.pool != "gpu":
             return  # sequences take no host memory
 

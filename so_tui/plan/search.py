@@ -21,10 +21,6 @@ from msgspec.structs import replace
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     POLICIES,
-    TILED_POLICIES,
-    Policy,
-    offloads_results,
-    policy_of,
     profile_of,
 )
 from so_tui.plan.fit import (
@@ -44,7 +40,7 @@ from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
 from so_tui.plan.step_time import can_speculate
 from so_tui.plan.workload import MICRO_BATCHES
-from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
+from so_tui.spec.run_spec import ModelSpec, Policy, RunSpec, StatesFormat
 
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
@@ -230,7 +226,7 @@ def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
     return (
         spec.micro_batch_tokens > MLP_TILE_TOKENS
         and model.tiled_mlp == "auto"
-        and model.activation_checkpointing in ("auto", *TILED_POLICIES)
+        and model.repeats_products
         and not profile_of(model).architecture.experts
     )
 
@@ -397,15 +393,15 @@ def _or_results_on_host(search: Search, spec: RunSpec, target: Target, found: _F
     It is where they have no room on the GPU, so that attention would be computed again, or where
     they would drive states to the host whose steps nothing hides.
     """
-    best, policy = found.best, policy_of(found.best.spec.model)
+    best, model = found.best, found.best.spec.model
     if best.verdict != "fits" or target.resources.supply.one_memory or not best.rate:
         return found
-    if policy not in TILED_POLICIES or (policy == "attention" and best.mode == "gpu"):
+    if not model.repeats_products or (model.policy == "attention" and best.mode == "gpu"):
         return found
     chosen = found
     for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
-        fits = other.best.verdict == "fits" and offloads_results(other.best.spec.model)
+        fits = other.best.verdict == "fits" and other.best.spec.model.offloads_results
         if fits and clearly_faster(other.best.rate, chosen.best.rate):
             chosen = other
     if chosen is found:
@@ -430,7 +426,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
     if on_gpu.verdict == "fits":
         if offloaded.verdict != "fits" or not clearly_faster(offloaded.rate, on_gpu.rate):
             return decide(on_gpu, "fits-on-gpu")
-        alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
+        alike = offloaded.spec.model.policy == on_gpu.spec.model.policy
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
     if on_gpu.verdict == "tight" and not offloaded.fits:
         ratio = spec.offload.ratio
@@ -499,7 +495,7 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
     if offload == "attention":
         return ("attention",)
     if spec.model.tiled_mlp == "on":
-        return TILED_POLICIES
+        return "attention", "full"
     if offload in ("on", "inputs"):
         return tuple(policy for policy in POLICIES if policy != "none")
     return POLICIES
