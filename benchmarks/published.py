@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
@@ -249,7 +250,7 @@ def _early_step_s(figure: Published) -> float:
 
 
 def _tflops(plan: Plan, step_s: float | None = None) -> float:
-    found = example_tflops(plan, step_s)
+    found = example_tflops(replace(plan, step_s=step_s) if step_s else plan)
     assert found is not None, f"{plan.preset}: the machines of published figures have known speeds"
     return found
 

@@ -379,7 +379,7 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     _, predicted = predicted_of(plan.spec, machine, found.workload)
     if not plan.host_optional_bytes or not found.held_back_steps:
         return predicted
-    held_back = replace(plan.spec, offload=replace(plan.spec.offload, speculation="off"))
+    held_back = plan.spec.changed("offload", speculation="off")
     _, waiting = predicted_of(held_back, machine, found.workload)
     kept = found.steps - found.held_back_steps
 

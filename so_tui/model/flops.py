@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from math import prod
 
 from msgspec import Struct
 
@@ -127,7 +126,7 @@ def _last_product(block: ParameterBlock) -> int:
         tensor for tensor in linear if not _MIXING.search(parents[tensor.name].partition("{i}")[2])
     ]
     inner = [tensor for tensor in plain if not parents[tensor.name].endswith("{i}")] or plain
-    return prod(inner[-1].shape) if inner else 0
+    return inner[-1].numel if inner else 0
 
 
 def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
@@ -139,7 +138,7 @@ def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> in
 
 def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
     return sum(
-        block.repeat * prod(tensor.shape)
+        block.repeat * tensor.numel
         for block in blocks
         for tensor in block.tensors
         if tensor.kind == kind

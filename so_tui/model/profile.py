@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import prod
 from typing import Literal
 
 import msgspec
@@ -107,7 +106,7 @@ def trainable(blocks: Sequence[ParameterBlock]) -> tuple[Parameter, ...]:
     """Return the parameters in the optimizer's order: those with weight decay, then those without.
     Tied tensors have no states.
     """
-    own = (Parameter(each.name, prod(each.shape), each.decay) for each in _with_storage(blocks))
+    own = (Parameter(each.name, each.numel, each.decay) for each in _with_storage(blocks))
     return tuple(sorted(own, key=lambda parameter: not parameter.decay))
 
 
@@ -244,7 +243,7 @@ class ModelProfile:
     def largest_layer(self) -> int:
         """Parameters of the largest repeated block; 0 where no block repeats."""
         return max(
-            (sum(prod(tensor.shape) for tensor in block.tensors) for block in self._layers()),
+            (sum(tensor.numel for tensor in block.tensors) for block in self._layers()),
             default=0,
         )
 
@@ -252,17 +251,17 @@ class ModelProfile:
     def largest_layer_tensor(self) -> int:
         """Elements of the largest tensor in a repeated block."""
         return max(
-            (prod(tensor.shape) for block in self._layers() for tensor in block.tensors), default=0
+            (tensor.numel for block in self._layers() for tensor in block.tensors), default=0
         )
 
     @cached_property
     def small_parameters(self) -> int:
         """Parameters in tensors so small that ZeRO-3 stores them whole on every rank."""
         return sum(
-            block.repeat * prod(tensor.shape)
+            block.repeat * tensor.numel
             for block in self.blocks
             for tensor in block.tensors
-            if not tensor.tied and prod(tensor.shape) < PERSISTENCE_THRESHOLD
+            if not tensor.tied and tensor.numel < PERSISTENCE_THRESHOLD
         )
 
     @cached_property
@@ -432,7 +431,7 @@ class ModelProfile:
         """
         tensors = tuple(_with_storage(self.blocks))
         products = [
-            prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0 for tensor in tensors
+            tensor.numel if tensor.kind in ("linear", "expert") else 0 for tensor in tensors
         ]
         whole = sum(products) or 1
         return {

@@ -81,6 +81,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "list": lambda numbers: str(list(numbers)),
     "listed": lambda texts: ", ".join(map(printable_line, texts)),
     "gpus": lambda number: plural(number, "GPU"),
+    "number_of_gpus": lambda indices: plural(len(indices), "GPU"),
     "or_fewer": lambda number: "1" if number == 1 else f"{number} or fewer",
     "share": lambda share: f"{share:.0%}" if share >= 0.01 else "less than 1%",
     "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
@@ -213,13 +214,10 @@ class NoSuchGpu(Fact, frozen=True):
     missing: int
     present: tuple[int, ...]
 
-    @property
-    def message(self) -> str:
-        there = f"{{machine}} has {_UNITS['gpus'](len(self.present))}"
-        return self.say(
-            "gpus = {asked:list}: there is no GPU {missing}, "
-            f"{there}. Choose from {{present:list}}"
-        )
+    words = (
+        "gpus = {asked:list}: there is no GPU {missing}, {machine} has {present:number_of_gpus}. "
+        "Choose from {present:list}"
+    )
 
 
 class SequencesNotShareable(Fact, frozen=True):

@@ -67,6 +67,10 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
     equal slices.
     """
 
+    def without_worker(self) -> RankBinding:
+        """Return the binding in a mode that has no Adam worker."""
+        return replace(self, main_cpus=self.cpus, adam_cpus=())
+
 
 class StepTime(Struct, frozen=True, kw_only=True):
     """Predicted seconds of one optimizer step."""

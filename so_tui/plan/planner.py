@@ -16,13 +16,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
 from so_tui.plan.binding import whole_gpus
-from so_tui.plan.fit import (
-    Assessment,
-    Target,
-    assess,
-    node_needs,
-    target_of,
-)
+from so_tui.plan.fit import Assessment, Target, node_needs, target_of
 from so_tui.plan.measured import correcting, corrects_passes
 from so_tui.plan.notes import (
     AttentionFallsBack,
@@ -111,9 +105,7 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     target = _target(wanted, machine)
     chosen, tried, _ = best_settings(wanted, target)
-    with_cores = with_fitting_cores(chosen, target)
-    if with_cores is not chosen.spec:
-        chosen = assess(with_cores, target.on(with_cores))
+    chosen = with_fitting_cores(chosen)
     reasons = tuple(choices(wanted, chosen, tried))
     spec = chosen.spec if chosen.fits else wanted
     plan = _plan(spec, chosen, reasons, searched=True)

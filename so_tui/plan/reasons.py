@@ -7,11 +7,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from msgspec.structs import replace
 
-from so_tui.plan.fit import Assessment, assess, best, changed, in_mode
+from so_tui.plan.fit import Assessment, assess, best, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
     AdamCoresChosen,
@@ -280,7 +279,7 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
         return
     saving = found
     if not checkpoint.repeats:
-        repeating = changed(spec, "checkpoint", every_minutes=_USUAL_MINUTES)
+        repeating = spec.changed("checkpoint", every_minutes=_USUAL_MINUTES)
         saving = assess(repeating, target)
     size, copied = saving.disk_bytes, saving.copies.share if saving.copies else 0.0
     write_s = size / DISK_BYTES_PER_S
@@ -332,7 +331,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if 0 < model.positions < length:
         yield BeyondPositions(sequence_length=length, positions=model.positions)
     indexers = sum(
-        block.repeat * prod(tensor.shape)
+        block.repeat * tensor.numel
         for block in model.parameters
         for tensor in block.tensors
         if is_indexer(tensor.name)
@@ -340,7 +339,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if indexers:
         yield IndexersUntrained(parameters=indexers)
     if deepspeeds and spec.train.gradient_clipping > 0:
-        unclipped = assess(changed(found.spec, "train", gradient_clipping=0.0), target).step
+        unclipped = assess(found.spec.changed("train", gradient_clipping=0.0), target).step
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
         yield ClippingWaits(seconds=waits)
     if offload.mode != "gpu" and resources.has_gpu:
@@ -403,7 +402,7 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     if not absent or step is None:
         return
     missing = absent[0].backend
-    other = assess(changed(found.spec, "model", attention=missing), target).step
+    other = assess(found.spec.changed("model", attention=missing), target).step
     if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(
             backend=missing, used=chosen.backend, step_s=other.total_s, given_step_s=step.total_s

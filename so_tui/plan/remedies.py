@@ -69,7 +69,7 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     yield from _fitting_with_compact_states(spec, target)
     if not target.resources.has_gpu:
         yield OtherMachineNeeded()
-    elif (larger := _fitting_on_more_gpus(spec, target)) is not None:
+    elif larger := next(_fitting_on_more_gpus(spec, target), None):
         yield larger
     else:
         yield from _fitting_when_shorter(spec, target, searched=searched)
@@ -199,12 +199,11 @@ def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Ta
             yield larger, target.on(larger)
 
 
-def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
+def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> Iterator[MoreGpusFit]:
     for larger_spec, larger in _larger_targets(spec, target):
         fits, micro_batch = _fits_split(larger_spec, larger)
         if fits:
-            return MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
-    return None
+            yield MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
 
 
 def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMargin]:

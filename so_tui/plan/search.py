@@ -30,9 +30,8 @@ from so_tui.plan.fit import (
     Target,
     assess,
     best,
-    changed,
     in_mode,
-    mode_without_gpu,
+    in_mode_without_gpu,
 )
 from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps
 from so_tui.plan.plan import Verdict
@@ -102,7 +101,7 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
             yield in_mode(spec, "superoffload")
         elif offload.ratio < 1:
             larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
-            yield changed(spec, "offload", ratio=larger)
+            yield spec.changed("offload", ratio=larger)
         yield from smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
         yield from islice(more_sharing(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
@@ -110,10 +109,10 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
         yield from less_speculation(spec, "off")
         if offload.mode != "gpu" and offload.ratio > 0:
             smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
-            yield changed(spec, "offload", ratio=smaller)
+            yield spec.changed("offload", ratio=smaller)
         if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
             # The sum of gradients over several micro-batches is stored on the host.
-            yield changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+            yield spec.changed("train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
@@ -126,10 +125,10 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
     while size > 1 and not (exact and size % 2):
         size //= 2
         if train.tokens_per_step:  # accumulation follows from the target
-            yield changed(spec, "train", micro_batch=size)
+            yield spec.changed("train", micro_batch=size)
         else:
             accumulation *= 2
-            yield changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+            yield spec.changed("train", micro_batch=size, gradient_accumulation=accumulation)
 
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
@@ -153,7 +152,7 @@ def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
         return spec
     if not train.tokens_per_step:
         accumulation = train.micro_batch * accumulation // micro_batch
-    return changed(spec, "train", micro_batch=micro_batch, gradient_accumulation=accumulation)
+    return spec.changed("train", micro_batch=micro_batch, gradient_accumulation=accumulation)
 
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
@@ -163,7 +162,7 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
         return spec
     if offload == "attention" and policy != "attention":
         offload = "auto"  # nothing is left to offload
-    return changed(spec, "model", activation_checkpointing=policy, activation_offload=offload)
+    return spec.changed("model", activation_checkpointing=policy, activation_offload=offload)
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
@@ -189,7 +188,7 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     hosts: list[dict[str, str]] = [{"activation_offload": way} for way in ways]
     for values in (tiles, *hosts, *(tiles | host for host in hosts if tiles)):
         if values:
-            yield changed(spec, "model", **values)
+            yield spec.changed("model", **values)
 
 
 def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
@@ -206,7 +205,7 @@ def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
     ways = _ON_HOST if given == "auto" else (given,)
     keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
     tiles = ("on",) if _can_tile(spec, keeping) else ()
-    weights = changed(spec, "offload", parameters=found.offload.parameters)
+    weights = spec.changed("offload", parameters=found.offload.parameters)
     for tiled in (keeping.tiled_mlp, *tiles):
         for way in ways:
             yield replace(weights, model=replace(keeping, activation_offload=way, tiled_mlp=tiled))
@@ -219,7 +218,7 @@ def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     can = offload.engine == "so-tui" or offload.mode == "zerooffload"
     if offload.parameters == "auto" and can:
-        yield changed(spec, "offload", parameters="cpu")
+        yield spec.changed("offload", parameters="cpu")
 
 
 def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
@@ -236,7 +235,7 @@ def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator
     whatever the host has.
     """
     if can_speculate(spec) and spec.offload.speculation == "on":
-        yield changed(spec, "offload", speculation=instead)
+        yield spec.changed("offload", speculation=instead)
 
 
 def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
@@ -244,14 +243,14 @@ def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
         for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
-            yield changed(spec, "offload", states=states)
+            yield spec.changed("offload", states=states)
 
 
 def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
-        yield changed(spec, "data", sequence_length=length)
+        yield spec.changed("data", sequence_length=length)
         length //= 2
 
 
@@ -416,7 +415,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
     if spec.offload.mode != "auto":
         return _Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
-        return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
+        return decide(_fastest_policy(in_mode_without_gpu(spec), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
     if target.resources.gpu_memory_unknown:
         return decide(offloaded, "gpu-memory-unknown")
@@ -501,23 +500,24 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
     return POLICIES
 
 
-def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
-    """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the
-    training process can use the others.
+def with_fitting_cores(chosen: Assessment) -> Assessment:
+    """Return the chosen settings with the smallest share of cores for CPU Adam that makes no step
+    longer: the training process can use the others.
     """
-    spec, offload, resources = chosen.spec, chosen.spec.offload, target.resources
+    spec, offload, target = chosen.spec, chosen.spec.offload, chosen.target
     if chosen.mode != "superoffload" or not offload.ratio:
-        return spec
-    if resources.speed is None or resources.problem:
-        return spec
+        return chosen
+    if target.resources.speed is None or target.resources.problem:
+        return chosen
     found = []
     for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
-        varied = changed(spec, "offload", cpu_adam_cores_fraction=fraction)
+        varied = spec.changed("offload", cpu_adam_cores_fraction=fraction)
         step = chosen.step_with(target.on(varied), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
-    return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
+    fitting = next((varied for seconds, varied in found if seconds <= 1.002 * quickest), None)
+    return assess(fitting, target.on(fitting)) if fitting else chosen
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
@@ -554,7 +554,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     if given.train.tokens_per_step:
         key = "tokens_per_step"
     value = _LARGER * getattr(given.train, key)
-    larger = best_settings(changed(given, "train", **{key: value}), chosen.target).best
+    larger = best_settings(given.changed("train", **{key: value}), chosen.target).best
     if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
     accumulated = larger.spec.gradient_accumulation_steps

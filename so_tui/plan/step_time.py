@@ -266,25 +266,22 @@ class StepModel:
         products = 2.0 * tokens * (flops.active_parameters - flops.head_parameters) / rate
         elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
         attention_forward, attention_backward = self._attention_s()
-        expert_products = in_tiles = 0.0
-        if shape.experts and not profile.fused:
-            expert_products = (
-                6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
-            )
-        again = 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
-        repeated = {
-            "full": again + elementwise + attention_forward,
-            "attention": again + elementwise,
-            "selective": elementwise + expert_products,
-            "none": 0.0,
-        }
-        if placement.tiled:  # tiles of feed-forward blocks compute norms again
-            norms = 0 if profile.fused else profile.norm_bytes
-            in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
         exchange = self._exchange_s()
-        backward = 2 * (products + elementwise) + attention_backward + exchange + in_tiles
-        again = repeated[policy] + (exchange if policy != "none" else 0.0)
-        return products + elementwise + attention_forward + exchange, backward + again
+        backward = 2 * (products + elementwise) + attention_backward + exchange
+        if (
+            placement.tiled and not profile.fused
+        ):  # tiles of feed-forward blocks compute norms again
+            backward += tokens * shape.layers * profile.norm_bytes / self._moved_bytes_per_s
+        if policy != "none":
+            backward += elementwise + exchange
+        if policy in ("full", "attention"):
+            backward += 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
+        if policy == "full":
+            backward += attention_forward
+        if policy == "selective" and shape.experts and not profile.fused:
+            experts = tokens * shape.hidden * shape.active_intermediate * shape.layers
+            backward += 6.0 * experts / rate
+        return products + elementwise + attention_forward + exchange, backward
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers,

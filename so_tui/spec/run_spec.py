@@ -6,6 +6,7 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from so_tui.trust.decoding import prepare
 from so_tui.trust.text import brief_line
@@ -239,6 +240,10 @@ class Tensor(Struct, frozen=True, array_like=True):
     tied: str = ""
     """Tensor that this one shares storage with. A tied tensor has no optimizer states."""
 
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
 
 class ParameterBlock(_Section, frozen=True):
     """Consecutive tensors that occur ``repeat`` times in a row, such as the layers of a model."""
@@ -449,7 +454,7 @@ class ModelSpec(_Section, frozen=True):
     def parameter_count(self) -> int:
         """Number of parameters with storage of their own, from the table; 0 without a table."""
         return sum(
-            block.repeat * sum(prod(tensor.shape) for tensor in block.tensors if not tensor.tied)
+            block.repeat * sum(tensor.numel for tensor in block.tensors if not tensor.tied)
             for block in self.parameters
         )
 
@@ -901,6 +906,10 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     prompts: PromptsSpec = PromptsSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     slurm: SlurmSpec = SlurmSpec()
+
+    def changed(self, section: str, **values: Any) -> RunSpec:
+        """Return the spec with other values of one section."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
 
     @property
     def ranks_per_host(self) -> int:
