@@ -26,6 +26,8 @@ from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Policy,
 
 # Where a rank's optimizer states are stored: which parameter in which sub-group, on which device,
 # in how many bytes. The planner and the engine that trains use the same arithmetic.
+# ``_sub_groups_on_gpu`` repeats what DeepSpeed decides by itself, for the modes in which its code
+# runs.
 #
 # P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A
 # sub-group is a run of such parts that is stepped together. All sizes are per rank unless they say

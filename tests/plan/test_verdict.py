@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.fit import _Demand, _judge, best, target_of
 from so_tui.plan.notes import (
@@ -197,6 +198,18 @@ def test_a_needless_ratio_is_priced() -> None:
     plan = planned("qwen3-4b-random", H200, offload__ratio="1.0", **OFFLOADED)
     faster = only(plan.warnings, FasterOffload)
     assert faster.step_s < faster.given_step_s == plan.step_s
+
+
+def test_the_ratio_proposed_does_not_depend_on_the_given_mode() -> None:
+    """ZeRO-Offload counts sub-groups, and what is proposed in its place does not."""
+    machine = named_machine("gb200-4")
+    sizes = {"gpus": "1", "model__activation_checkpointing": "selective"}
+    proposed = {
+        best(spec, target_of(spec, machine)).spec.offload.ratio
+        for mode in ("zerooffload", "superoffload")
+        for spec in [spec_of("gpt-oss-20b", offload__mode=mode, **sizes)]
+    }
+    assert len(proposed) == 1
 
 
 def test_a_memory_limit_of_the_session_counts() -> None:
