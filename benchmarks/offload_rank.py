@@ -83,13 +83,13 @@ def measure(arguments: argparse.Namespace) -> None:
     from so_tui.plan.binding import bind_ranks
     from so_tui_trainer import binding
 
-    ours = configuration.mode == "superoffload" and configuration.engine == "so-tui"
     mine = bind_ranks(
         inspect_machine(),
         arguments.ranks,
-        mode="superoffload" if ours else configuration.mode,
         cpu_adam_cores_fraction=0.9,
     )[arguments.rank]
+    if configuration.mode != "superoffload":
+        mine = mine.without_worker()
     binding.bind(mine)  # before torch makes its threads
 
     import torch

@@ -21,7 +21,6 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.fit import Target, assess
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.measured import Figures
-from so_tui.plan.placement import own_engine
 from so_tui.plan.plan import GPU_MARGIN
 from so_tui.plan.rates import PATH, Constants, Speed, constants, published_speed, using
 from so_tui.plan.resources import Resources, resources_of
@@ -201,7 +200,7 @@ def _step_error(case: Case) -> float:
     error = _off(told.step_s, found.step_s, 1.0) + 0.5 * _off(
         told.backward_s, found.backward_s, 1.0
     )
-    if own_engine(case.spec):
+    if case.spec.offload.own_engine:
         # These rows are older than the present division of a step: waits for weights that the GPU's
         # work hid count as the optimizer's.
         return error + 0.5 * _off(

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
@@ -249,7 +250,7 @@ def _early_step_s(figure: Published) -> float:
 
 
 def _tflops(plan: Plan, step_s: float | None = None) -> float:
-    found = example_tflops(plan, step_s)
+    found = example_tflops(replace(plan, step_s=step_s) if step_s else plan)
     assert found is not None, f"{plan.preset}: the machines of published figures have known speeds"
     return found
 
@@ -263,9 +264,8 @@ def _counted(figure: Published) -> float:
         profile.flops,
         plan.tokens_per_step,
         [length] * sequences,
-        checkpointing=plan.spec.model.repeats_products,
-        attention_recomputed=plan.spec.model.repeats_attention,
-        tiled=in_tiles(plan.spec.model, profile.architecture, plan.spec.micro_batch_tokens),
+        policy=plan.spec.model.policy,
+        tiled=in_tiles(plan.spec, profile.architecture),
     )
     return _tflops(plan, 1.0) * 1e12 / executed
 

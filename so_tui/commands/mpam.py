@@ -284,6 +284,5 @@ def _on_all_gpus(machine: Machine) -> Binding:
     return bind_ranks(
         machine,
         gpus,
-        mode="superoffload",
         cpu_adam_cores_fraction=OffloadSpec().cpu_adam_cores_fraction,
     )

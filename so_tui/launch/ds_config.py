@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Plan
 from so_tui.spec import TrainSpec
 from so_tui.trust.decoding import Tree
@@ -102,7 +101,7 @@ def _zero_section(plan: Plan) -> Tree:
         "overlap_comm": not deepspeed_superoffload,
         "contiguous_gradients": True,
     }
-    on_host = keeps_weights_on_host(plan.spec)
+    on_host = plan.spec.offload.keeps_weights_on_host
     if plan.gpus > 1 or on_host:
         layer = profile_of(plan.spec.model).largest_layer
         section["stage3_max_live_parameters"] = live_parameters(layer, plan.gpus)

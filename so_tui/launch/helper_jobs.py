@@ -130,7 +130,7 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
         return {}
     every = tuple(gpu.index for gpu in machine.gpus)
     try:
-        ranks = bind_ranks(machine, every, mode="gpu", cpu_adam_cores_fraction=0.0)
+        ranks = bind_ranks(machine, every, cpu_adam_cores_fraction=0.0)
     except InputError:
         return {}
     return {rank.gpu: list(rank.cpus) for rank in ranks}

@@ -25,7 +25,6 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Launch, Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import DIGEST
@@ -356,7 +355,7 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
         actual=found.figures,
         constants=DIGEST,
         step_parts=STEP_PARTS,
-        host_weights=keeps_weights_on_host(plan.spec),
+        host_weights=plan.spec.offload.keeps_weights_on_host,
         computing=_computing(plan.spec, machine, found.workload),
     )
 
@@ -380,7 +379,7 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     _, predicted = predicted_of(plan.spec, machine, found.workload)
     if not plan.host_optional_bytes or not found.held_back_steps:
         return predicted
-    held_back = replace(plan.spec, offload=replace(plan.spec.offload, speculation="off"))
+    held_back = plan.spec.changed("offload", speculation="off")
     _, waiting = predicted_of(held_back, machine, found.workload)
     kept = found.steps - found.held_back_steps
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from math import prod
 
 from msgspec import Struct
 
 from so_tui.model.shape import Architecture, AttentionLayers, architecture
-from so_tui.spec.run_spec import ModelSpec, ParameterBlock, TensorKind
+from so_tui.spec.run_spec import ModelSpec, ParameterBlock, Policy, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found
@@ -127,7 +126,7 @@ def _last_product(block: ParameterBlock) -> int:
         tensor for tensor in linear if not _MIXING.search(parents[tensor.name].partition("{i}")[2])
     ]
     inner = [tensor for tensor in plain if not parents[tensor.name].endswith("{i}")] or plain
-    return prod(inner[-1].shape) if inner else 0
+    return inner[-1].numel if inner else 0
 
 
 def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
@@ -139,7 +138,7 @@ def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> in
 
 def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
     return sum(
-        block.repeat * prod(tensor.shape)
+        block.repeat * tensor.numel
         for block in blocks
         for tensor in block.tensors
         if tensor.kind == kind
@@ -167,26 +166,24 @@ def hw_flops(
     tokens: int,
     document_lengths: Iterable[int],
     *,
-    checkpointing: bool,
-    attention_recomputed: bool = True,
+    policy: Policy,
     tiled: bool = False,
 ) -> float:
     """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included.
 
-    6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and
-    attention once more. The output head is not repeated: the loss forms gradients in the forward,
+    6 N T + 3 x attention, and 2 T for each parameter and attention once more, if backward repeats
+    them. The output head is not repeated: the loss forms gradients in the forward,
     and multiplies again only what ``so_tui.model.flops`` counts.
 
     Args:
         flops: What one token costs.
         tokens: Positions.
         document_lengths: Tokens of each document.
-        checkpointing: Whether backward computes layers again.
-        attention_recomputed: Whether it does attention, too.
+        policy: What backward computes again.
         tiled: Whether feed-forward blocks are computed in tiles.
     """
-    repeated = flops.repeated(tiled=tiled) if checkpointing else 0
-    attention_passes = 4.0 if checkpointing and attention_recomputed else 3.0
+    repeated = flops.repeated(tiled=tiled) if policy in ("full", "attention") else 0
+    attention_passes = 4.0 if policy == "full" else 3.0
     attention = attention_passes * flops.attention_forward(document_lengths)
     return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention
 
@@ -272,3 +269,29 @@ def loss_bytes(tokens: int, vocabulary: int, hidden: int) -> int:
     stored = min(tokens * vocabulary, kept_blocks(tokens, vocabulary) * block)
     states = tokens * hidden
     return 2 * stored + max(6 * block, 2 * block + 2 * states) + 6 * states
+
+
+# How many positions a micro-batch computes when documents lie end to end: few different numbers,
+# so that memory is reused.
+
+
+_BUCKETS = 64
+"""Sizes of a micro-batch at most. The padding at its end is less than this part of it, half of that
+on average.
+"""
+_SMALLEST = 8
+"""Tokens of the smallest bucket: sizes that are a multiple of it suit matrix products."""
+
+
+def bucket_tokens(capacity: int) -> int:
+    """Return the multiple to which the computed positions of a micro-batch of ``capacity``
+    positions are rounded up.
+    """
+    return max(_SMALLEST, -(-capacity // _BUCKETS // _SMALLEST) * _SMALLEST)
+
+
+def computed_tokens(useful: int, capacity: int, parts: int = 1) -> int:
+    """Return the positions that are computed for ``useful`` tokens, in so many equal parts."""
+    room = capacity // parts
+    bucket = bucket_tokens(room)
+    return parts * min(room, -(-useful // (parts * bucket)) * bucket)

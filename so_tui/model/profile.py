@@ -3,32 +3,164 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.model.flops import Flops, flops_for
-from so_tui.model.shape import (
-    Architecture,
-    DeviceRule,
-    Parameter,
-    Span,
-    StateLayout,
-    UnplacedSubGroup,
-    architecture,
-    assign_devices,
-    cut,
-    sub_groups_on_gpu,
-    tensor_spans,
-    trainable,
+from so_tui.model.shape import Architecture, architecture
+from so_tui.model.sharding import (
+    PERSISTENCE_THRESHOLD,
+    gpu_sub_groups,
+    partition_numel,
+    sub_group_slices,
 )
-from so_tui.model.sharding import PERSISTENCE_THRESHOLD
 from so_tui.spec.errors import reject
-from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock
+from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Policy, RunSpec, Tensor
+
+# Where a rank's optimizer states are stored: which parameter in which sub-group, on which device,
+# in how many bytes. The planner and the engine that trains use the same arithmetic.
+# ``_sub_groups_on_gpu`` repeats what DeepSpeed decides by itself, for the modes in which its code
+# runs.
+#
+# P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A
+# sub-group is a run of such parts that is stepped together. All sizes are per rank unless they say
+# otherwise.
+
+
+Device = Literal["gpu", "cpu"]
+DeviceRule = Literal["so-tui", "deepspeed", "gpu"]
+"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, as DeepSpeed does, or all of
+them.
+"""
+Span = tuple[float, float]
+"""Shares of a forward pass over the blocks: how much is done before the first parameter is needed,
+and after the last was used.
+"""
+
+WEIGHT_BYTES = 2
+
+
+class Parameter(Struct, frozen=True):
+    """A trainable parameter as the optimizer sees it; ``numel`` counts all ranks."""
+
+    name: str
+    numel: int
+    decay: bool
+
+
+_UnplacedSubGroup = tuple[bool, tuple[str, ...], int]
+"""The first fields of a sub-group that has no device yet."""
+
+
+class _SubGroup(Struct, frozen=True):
+    decay: bool
+    """Whether it is of the parameter group with weight decay."""
+    names: tuple[str, ...]
+    numel: int
+    """Parameters of one rank, padding included."""
+    index: int
+    device: Device
+
+
+class StateLayout(Struct, frozen=True):
+    """The model states of one rank: bf16 weights, everything else fp32. Bytes are exact."""
+
+    ranks: int
+    sub_groups: tuple[_SubGroup, ...]
+    numel: int
+    """Parameters of one rank, padding included."""
+    gpu_numel: int
+    """Of these, those whose optimizer states stay on the GPU."""
+    largest_sub_group: int
+
+    @property
+    def cpu_numel(self) -> int:
+        return self.numel - self.gpu_numel
+
+    @property
+    def cpu_groups(self) -> tuple[_SubGroup, ...]:
+        return tuple(group for group in self.sub_groups if group.device == "cpu")
+
+    def largest_on(self, device: Device) -> int:
+        """Parameters of the largest sub-group on a device."""
+        return max((group.numel for group in self.sub_groups if group.device == device), default=0)
+
+
+def _with_storage(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
+    """Yield every tensor that has storage of its own in the order of the model's parameter list,
+    with ``{i}`` replaced by the layer's index.
+    """
+    for block in blocks:
+        for index in range(block.first, block.first + block.repeat):
+            for tensor in block.tensors:
+                if not tensor.tied:
+                    yield replace(tensor, name=tensor.name.replace("{i}", str(index)))
+
+
+def trainable(blocks: Sequence[ParameterBlock]) -> tuple[Parameter, ...]:
+    """Return the parameters in the optimizer's order: those with weight decay, then those without.
+    Tied tensors have no states.
+    """
+    own = (Parameter(each.name, each.numel, each.decay) for each in _with_storage(blocks))
+    return tuple(sorted(own, key=lambda parameter: not parameter.decay))
+
+
+def _cut(
+    parameters: Sequence[Parameter], ranks: int, sub_group_size: int
+) -> tuple[_UnplacedSubGroup, ...]:
+    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter
+    groups.
+    """
+    rows: list[_UnplacedSubGroup] = []
+    for decay in (True, False):
+        members = [parameter for parameter in parameters if parameter.decay == decay]
+        names = tuple(parameter.name for parameter in members)
+        numels = [partition_numel(parameter.numel, ranks) for parameter in members]
+        rows += [
+            (decay, names[start:stop], sum(numels[start:stop]))
+            for start, stop in sub_group_slices(numels, sub_group_size)
+        ]
+    return tuple(rows)
+
+
+def _sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
+    """Return how many of the first sub-groups stay on the GPU.
+
+    DeepSpeed 0.19.8 decides by count, rounded down (``stage3.py``, ``subgroup_to_device``). At
+    ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in
+    floating point.
+    """
+    if rule == "so-tui":
+        return gpu_sub_groups(numels, ratio)
+    return len(numels) if rule == "gpu" else int((1 - ratio) * len(numels))
+
+
+def _assign_devices(
+    rows: Sequence[_UnplacedSubGroup], ranks: int, ratio: float, rule: DeviceRule
+) -> StateLayout:
+    """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as
+    ``rule`` says.
+    """
+    numels = [numel for _, _, numel in rows]
+    on_gpu = _sub_groups_on_gpu(numels, ratio, rule)
+    return StateLayout(
+        ranks=ranks,
+        sub_groups=tuple(
+            _SubGroup(*row, index, "gpu" if index < on_gpu else "cpu")
+            for index, row in enumerate(rows)
+        ),
+        numel=sum(numels),
+        gpu_numel=sum(numels[:on_gpu]),
+        largest_sub_group=max(numels),
+    )
+
 
 # Bytes that a forward pass stores for backward, per token, by what is recomputed. Pure numbers.
 #
@@ -36,17 +168,9 @@ from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock
 # that one token uses.
 
 
-Policy = Literal["full", "attention", "selective", "none"]
-"""What backward recomputes: every block; a block except its attention; norms, rotary positions and
-activation functions; nothing.
-"""
 POLICIES: tuple[Policy, ...] = ("none", "selective", "attention", "full")
 """The fastest first."""
 
-TILED_POLICIES: tuple[Policy, ...] = ("attention", "full")
-"""Those with which feed-forward blocks can be cut into tiles: a block keeps nothing but its
-input.
-"""
 MLP_TILE_TOKENS = 8192
 
 SINKS = frozenset({"gpt_oss"})
@@ -60,68 +184,20 @@ values do not share their memory.
 """
 
 
-def policy_of(model: ModelSpec) -> Policy:
-    """Return what backward recomputes; ``auto`` counts as ``full``."""
-    return "full" if model.activation_checkpointing == "auto" else model.activation_checkpointing
-
-
-def offloads_inputs(model: ModelSpec) -> bool:
-    """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts
-    as not.
-    """
-    return model.activation_offload in ("on", "inputs") and policy_of(model) != "none"
-
-
-def offloads_results(model: ModelSpec) -> bool:
-    """Return whether attention's results are in host memory between forward and backward; ``auto``
-    counts as not.
-    """
-    return model.activation_offload in ("on", "attention") and policy_of(model) == "attention"
-
-
 def offloaded_bytes(shape: Architecture, model: ModelSpec) -> int:
     """Return what all layers keep in host memory between forward and backward, per token."""
-    inputs = block_input_bytes(shape) * shape.layers if offloads_inputs(model) else 0
-    results = (
-        attention_bytes(shape) * (shape.layers - shape.other_layers)
-        if offloads_results(model)
-        else 0
-    )
-    return inputs + results
+    inputs = shape.input_bytes * shape.layers if model.offloads_inputs else 0
+    attending = shape.layers - shape.other_layers if model.offloads_results else 0
+    return inputs + sum(shape.result_bytes) * attending
 
 
-def tiles_mlp(model: ModelSpec) -> bool:
-    """Return whether dense feed-forward blocks compute ``MLP_TILE_TOKENS`` at a time; ``auto``
-    counts as not.
-    """
-    return model.tiled_mlp == "on" and policy_of(model) in TILED_POLICIES
-
-
-def in_tiles(model: ModelSpec, shape: Architecture, tokens: int) -> bool:
-    """Return whether dense feed-forward blocks compute a micro-batch of ``tokens`` in more than one
-    tile.
-    """
-    return tiles_mlp(model) and not shape.experts and tokens > MLP_TILE_TOKENS
-
-
-def block_input_bytes(shape: Architecture) -> int:
-    """Return the bytes of one block's input: 2 h."""
-    return 2 * shape.hidden
+def in_tiles(spec: RunSpec, shape: Architecture) -> bool:
+    """Return whether dense feed-forward blocks compute a micro-batch in more than one tile."""
+    tiled = spec.model.tiles_mlp and not shape.experts
+    return tiled and spec.micro_batch_tokens > MLP_TILE_TOKENS
 
 
 _ROUTER_BYTES = 8
-
-
-def attention_bytes(shape: Architecture) -> int:
-    """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4
-    heads.
-    """
-    return sum(result_bytes(shape))
-
-
-def result_bytes(shape: Architecture) -> tuple[int, int]:
-    """Return the bytes of the two per token and layer, apart."""
-    return 2 * shape.query_width, 4 * shape.heads
 
 
 _MOST_LAYOUTS = 1024
@@ -169,7 +245,7 @@ class ModelProfile:
     def largest_layer(self) -> int:
         """Parameters of the largest repeated block; 0 where no block repeats."""
         return max(
-            (sum(prod(tensor.shape) for tensor in block.tensors) for block in self._layers()),
+            (sum(tensor.numel for tensor in block.tensors) for block in self._layers()),
             default=0,
         )
 
@@ -177,17 +253,17 @@ class ModelProfile:
     def largest_layer_tensor(self) -> int:
         """Elements of the largest tensor in a repeated block."""
         return max(
-            (prod(tensor.shape) for block in self._layers() for tensor in block.tensors), default=0
+            (tensor.numel for block in self._layers() for tensor in block.tensors), default=0
         )
 
     @cached_property
     def small_parameters(self) -> int:
         """Parameters in tensors so small that ZeRO-3 stores them whole on every rank."""
         return sum(
-            block.repeat * prod(tensor.shape)
+            block.repeat * tensor.numel
             for block in self.blocks
             for tensor in block.tensors
-            if not tensor.tied and prod(tensor.shape) < PERSISTENCE_THRESHOLD
+            if not tensor.tied and tensor.numel < PERSISTENCE_THRESHOLD
         )
 
     @cached_property
@@ -212,11 +288,11 @@ class ModelProfile:
         """
         shape, f = self.architecture, self.architecture.active_intermediate
         h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-        stored = block_input_bytes(shape) + (16 * shape.experts_per_token if self.fused else 0)
+        stored = shape.input_bytes + (16 * shape.experts_per_token if self.fused else 0)
         if policy == "full":
             return stored
         if policy == "attention":
-            return stored + attention_bytes(shape)
+            return stored + sum(shape.result_bytes)
         stored += 4 * shape.heads
         if policy == "selective":
             gate_and_up = 0 if shape.experts and not self.fused else 2 * f
@@ -336,13 +412,6 @@ class ModelProfile:
             + per_f * shape.active_intermediate
         )
 
-    def score_bytes(self, sequence_length: int, sequences: int) -> int:
-        """Return the bytes of one layer's attention scores where they exist as whole matrices,
-        else 0.
-        """
-        scores = self.architecture.heads * sequence_length**2 * sequences
-        return 6 * scores if self.eager_attention else 0
-
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""
         size, rule = offload.sub_group_size, _device_rule(offload)
@@ -351,7 +420,7 @@ class ModelProfile:
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
         numels = [numel for _, _, numel in _sub_groups(self, ranks, offload.sub_group_size)]
-        return sum(numels[: sub_groups_on_gpu(numels, ratio, _device_rule(offload))])
+        return sum(numels[: _sub_groups_on_gpu(numels, ratio, _device_rule(offload))])
 
     def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
         """Return when a forward pass uses each sub-group."""
@@ -359,8 +428,18 @@ class ModelProfile:
 
     @cached_property
     def tensor_spans(self) -> dict[str, Span]:
-        """When a forward pass uses each tensor."""
-        return tensor_spans(self.blocks)
+        """When a forward pass uses each tensor, by the matrix products before it. Embeddings take
+        no time.
+        """
+        tensors = tuple(_with_storage(self.blocks))
+        products = [
+            tensor.numel if tensor.kind in ("linear", "expert") else 0 for tensor in tensors
+        ]
+        whole = sum(products) or 1
+        return {
+            tensor.name: ((done - product) / whole, done / whole)
+            for tensor, product, done in zip(tensors, products, accumulate(products), strict=True)
+        }
 
     def _layers(self) -> Iterator[ParameterBlock]:
         return (block for block in self.blocks if block.repeat > 1)
@@ -383,8 +462,8 @@ def _device_rule(offload: OffloadSpec) -> DeviceRule:
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _sub_groups(
     profile: ModelProfile, ranks: int, sub_group_size: int
-) -> tuple[UnplacedSubGroup, ...]:
-    return cut(profile.trainable, ranks, sub_group_size)
+) -> tuple[_UnplacedSubGroup, ...]:
+    return _cut(profile.trainable, ranks, sub_group_size)
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
@@ -392,7 +471,7 @@ def _layout(
     profile: ModelProfile, ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
 ) -> StateLayout:
     rows = _sub_groups(profile, ranks, sub_group_size)
-    return assign_devices(rows, profile.parameters, profile.largest_parameter, ranks, ratio, rule)
+    return _assign_devices(rows, ranks, ratio, rule)
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)

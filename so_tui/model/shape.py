@@ -1,35 +1,18 @@
-"""Where a rank's optimizer states are stored: which parameter in which sub-group, on which device,
-in how many bytes.
+"""A transformer's shape in one vocabulary, whichever keys its ``config.json`` uses.
 
-Pure functions on plain numbers. The planner and the engine that trains use the same ones.
-``sub_groups_on_gpu`` repeats what DeepSpeed decides by itself, for the modes in which its code
-runs.
-
-P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A
-sub-group is a run of such parts that is stepped together. All sizes are per rank unless they say
-otherwise.
+Known model types: llama, qwen3, qwen3_moe, phi3, gpt_oss, seed_oss. Others with the same keys are
+read the same way, those with latent attention (deepseek) by the heads that it is unfolded to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.model_table import layer_kinds, layers_without_attention
-from so_tui.spec.run_spec import ParameterBlock, Tensor
-
-# A transformer's shape in one vocabulary, whichever keys its ``config.json`` uses.
-#
-# Known model types: llama, qwen3, qwen3_moe, phi3, gpt_oss, seed_oss. Others with the same keys
-# are read the same way, those with latent attention (deepseek) by the heads that it is unfolded
-# to.
-
 
 # What transformers assumes where a config.json is silent; elsewhere it is hidden_size /
 # num_attention_heads.
@@ -83,6 +66,18 @@ class Architecture(Struct, frozen=True, kw_only=True):
     def active_intermediate(self) -> int:
         """Feed-forward width that one token uses."""
         return self.intermediate * max(1, self.experts_per_token)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes per token of one block's input: 2 h."""
+        return 2 * self.hidden
+
+    @property
+    def result_bytes(self) -> tuple[int, int]:
+        """Bytes per token and layer of attention's result, and of its log-sum-exp: 2 q and 4
+        heads.
+        """
+        return 2 * self.query_width, 4 * self.heads
 
     @property
     def attention_layers(self) -> tuple[AttentionLayers, ...]:
@@ -197,191 +192,3 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
     elif model_type in _WINDOW_IN_EVERY_LAYER:
         windowed = layers
     return (window, windowed) if windowed else (None, 0)
-
-
-Device = Literal["gpu", "cpu"]
-Group = Literal["decay", "no-decay"]
-DeviceRule = Literal["so-tui", "deepspeed", "gpu"]
-"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, as DeepSpeed does, or all of
-them.
-"""
-
-WEIGHT_BYTES = 2
-
-
-class Parameter(Struct, frozen=True):
-    """A trainable parameter as the optimizer sees it; ``numel`` counts all ranks."""
-
-    name: str
-    numel: int
-    decay: bool
-
-
-class _PlannedSubGroup(Struct, frozen=True):
-    index: int
-    group: Group
-    names: tuple[str, ...]
-    numel: int
-    """Parameters of one rank, padding included."""
-    device: Device
-
-
-class StateLayout(Struct, frozen=True):
-    """The model states of one rank: bf16 weights, everything else fp32. Bytes are exact."""
-
-    ranks: int
-    parameters: int
-    """Trainable parameters of the whole model, tied ones counted once."""
-    sub_groups: tuple[_PlannedSubGroup, ...]
-    numel: int
-    """Parameters of one rank, padding included."""
-    gpu_numel: int
-    """Of these, those whose optimizer states stay on the GPU."""
-    largest_sub_group: int
-    largest_parameter: int
-    """Elements of the largest single parameter, before it is cut over the ranks."""
-
-    @property
-    def cpu_numel(self) -> int:
-        return self.numel - self.gpu_numel
-
-    @property
-    def cpu_groups(self) -> tuple[_PlannedSubGroup, ...]:
-        return tuple(group for group in self.sub_groups if group.device == "cpu")
-
-    def largest_on(self, device: Device) -> int:
-        """Parameters of the largest sub-group on a device."""
-        return max((group.numel for group in self.sub_groups if group.device == device), default=0)
-
-
-def _expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
-    """Yield every tensor of the model in the order of its parameter list, with ``{i}`` replaced by
-    the layer's index.
-    """
-    for block in blocks:
-        for index in range(block.first, block.first + block.repeat):
-            for tensor in block.tensors:
-                yield replace(tensor, name=tensor.name.replace("{i}", str(index)))
-
-
-UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
-"""A sub-group before it has a device: parameter group, names, elements of one rank."""
-
-
-def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
-    """Return the parameters in the optimizer's order: those with weight decay, then those without.
-    Tied tensors have no states.
-    """
-    own = [
-        Parameter(tensor.name, prod(tensor.shape), tensor.decay)
-        for tensor in _expand(blocks)
-        if not tensor.tied
-    ]
-    return tuple(sorted(own, key=lambda parameter: not parameter.decay))
-
-
-def cut(
-    parameters: Sequence[Parameter], ranks: int, sub_group_size: int
-) -> tuple[UnplacedSubGroup, ...]:
-    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter
-    groups.
-    """
-    rows: list[UnplacedSubGroup] = []
-    groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
-    for group, decay in groups:
-        members = [parameter for parameter in parameters if parameter.decay == decay]
-        names = tuple(parameter.name for parameter in members)
-        numels = [partition_numel(parameter.numel, ranks) for parameter in members]
-        rows += [
-            (group, names[start:stop], sum(numels[start:stop]))
-            for start, stop in sub_group_slices(numels, sub_group_size)
-        ]
-    return tuple(rows)
-
-
-def sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
-    """Return how many of the first sub-groups stay on the GPU.
-
-    DeepSpeed 0.19.8 decides by count, rounded down (``stage3.py``, ``subgroup_to_device``). At
-    ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in
-    floating point.
-    """
-    if rule == "so-tui":
-        return gpu_sub_groups(numels, ratio)
-    return len(numels) if rule == "gpu" else int((1 - ratio) * len(numels))
-
-
-def assign_devices(
-    rows: Sequence[UnplacedSubGroup],
-    parameters: int,
-    largest_parameter: int,
-    ranks: int,
-    ratio: float,
-    rule: DeviceRule,
-) -> StateLayout:
-    """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as
-    ``rule`` says.
-    """
-    numels = [numel for _, _, numel in rows]
-    on_gpu = sub_groups_on_gpu(numels, ratio, rule)
-    return StateLayout(
-        ranks=ranks,
-        parameters=parameters,
-        sub_groups=tuple(
-            _PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
-            for index, (group, names, numel) in enumerate(rows)
-        ),
-        numel=sum(numels),
-        gpu_numel=sum(numels[:on_gpu]),
-        largest_sub_group=max(numels),
-        largest_parameter=largest_parameter,
-    )
-
-
-Span = tuple[float, float]
-"""Shares of a forward pass over the blocks: how much is done before the first parameter is needed,
-and after the last was used.
-"""
-
-
-def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
-    """Return when a forward pass uses each tensor, by the matrix products before it. Embeddings
-    take no time.
-    """
-    ends: list[tuple[str, float, float]] = []
-    done = 0.0
-    for tensor in _expand(blocks):
-        if not tensor.tied:
-            begin, done = (
-                done,
-                done + (prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0),
-            )
-            ends.append((tensor.name, begin, done))
-    whole = done or 1.0
-    return {name: (begin / whole, end / whole) for name, begin, end in ends}
-
-
-# How many positions a micro-batch computes when documents lie end to end: few different numbers,
-# so that memory is reused.
-
-
-_BUCKETS = 64
-"""Sizes of a micro-batch at most. The padding at its end is less than this part of it, half of that
-on average.
-"""
-_SMALLEST = 8
-"""Tokens of the smallest bucket: sizes that are a multiple of it suit matrix products."""
-
-
-def bucket_tokens(capacity: int) -> int:
-    """Return the multiple to which the computed positions of a micro-batch of ``capacity``
-    positions are rounded up.
-    """
-    return max(_SMALLEST, -(-capacity // _BUCKETS // _SMALLEST) * _SMALLEST)
-
-
-def computed_tokens(useful: int, capacity: int, parts: int = 1) -> int:
-    """Return the positions that are computed for ``useful`` tokens, in so many equal parts."""
-    room = capacity // parts
-    bucket = bucket_tokens(room)
-    return parts * min(room, -(-useful // (parts * bucket)) * bucket)

@@ -91,18 +91,14 @@ class _CpuGroup(NamedTuple):
     """Those that this process may use."""
 
 
-def bind_ranks(
-    machine: Machine, gpus: Gpus, *, mode: str, cpu_adam_cores_fraction: float
-) -> Binding:
-    """Return one binding per rank.
+def bind_ranks(machine: Machine, gpus: Gpus, *, cpu_adam_cores_fraction: float) -> Binding:
+    """Return one binding per rank, with cores for an Adam worker.
 
     Args:
         machine: Its nodes, GPUs and allowed CPUs.
         gpus: A count (the first ones) or host indices; ranks follow ascending indices, because
             DeepSpeed sorts its ``--include`` list. On a machine without GPUs it is the number of
             ranks, spread over the CPU nodes.
-        mode: Only ``superoffload`` divides a rank's cores between the training process and its Adam
-            worker.
         cpu_adam_cores_fraction: The Adam worker's share.
 
     Raises:
@@ -124,10 +120,7 @@ def bind_ranks(
     unlisted = _launched(machine, list(range(physical)), cores, policies)
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
-        main: Cpus = cpus
-        adam: Cpus = ()
-        if mode == "superoffload":
-            main, adam = _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
+        main, adam = _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
         bindings.append(
             RankBinding(
                 rank=rank,

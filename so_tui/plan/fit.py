@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from so_tui.machine.types import Machine
-from so_tui.model.profile import ModelProfile, profile_of
-from so_tui.model.shape import WEIGHT_BYTES, StateLayout
+from so_tui.model.profile import WEIGHT_BYTES, ModelProfile, StateLayout, profile_of
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.host_memory import Copies, copies
 from so_tui.plan.measured import (
@@ -27,7 +25,7 @@ from so_tui.plan.measured import (
     correcting,
 )
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
-from so_tui.plan.placement import Placement, keeps_weights_on_host
+from so_tui.plan.placement import Placement
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
 from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
 from so_tui.plan.resources import (
@@ -337,22 +335,17 @@ def _speculating(placement: Placement, second: SecondStates | None) -> Placement
     )
 
 
-def changed(spec: RunSpec, section: str, **values: Any) -> RunSpec:
-    """Return the spec with other values of one section."""
-    inner = msgspec.structs.replace(getattr(spec, section), **values)
-    return msgspec.structs.replace(spec, **{section: inner})
-
-
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
     """Return the spec with its mode decided, and its ratio where one is given."""
-    return changed(spec, "offload", mode=mode, ratio=spec.offload.ratio if ratio is None else ratio)
+    return spec.changed("offload", mode=mode, ratio=spec.offload.ratio if ratio is None else ratio)
 
 
-def mode_without_gpu(spec: RunSpec) -> Mode:
-    """Return the offload mode for a machine without GPUs: DeepSpeed's own SuperOffload needs one,
-    its ZeRO-Offload does not.
+def in_mode_without_gpu(spec: RunSpec) -> RunSpec:
+    """Return the spec in the offload mode for a machine without GPUs: DeepSpeed's own SuperOffload
+    needs one, its ZeRO-Offload does not.
     """
-    return "zerooffload" if spec.offload.engine == "deepspeed" else "superoffload"
+    deepspeeds = spec.offload.engine == "deepspeed"
+    return in_mode(spec, "zerooffload" if deepspeeds else "superoffload")
 
 
 @dataclass(frozen=True)
@@ -384,7 +377,7 @@ class Candidates:
         """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1
         when none does.
         """
-        return _at_smallest_ratio(self._whole, GPU_MARGIN)
+        return self._at_smallest_ratio(GPU_MARGIN)
 
     @cached_property
     def best(self) -> Assessment:
@@ -395,7 +388,7 @@ class Candidates:
         known, what takes the least of it.
         """
         if not self.target.resources.has_gpu:
-            return assess(in_mode(self.spec, mode_without_gpu(self.spec)), self.target)
+            return assess(in_mode_without_gpu(self.spec), self.target)
         if self.target.resources.gpu_memory_unknown:
             return self._whole
         if self.on_gpu is not None and self.on_gpu.verdict == "fits":
@@ -404,11 +397,37 @@ class Candidates:
             return self.offloaded
         if self.on_gpu is not None and self.on_gpu.verdict == "tight":
             return self.on_gpu
-        return _at_smallest_ratio(self._whole, TIGHT_MARGIN)
+        return self._at_smallest_ratio(TIGHT_MARGIN)
 
     @cached_property
     def _whole(self) -> Assessment:
-        return assess(in_mode(self.spec, "superoffload", 1.0), self.target)
+        return self._offloading(1.0)
+
+    def _offloading(self, ratio: float) -> Assessment:
+        return assess(in_mode(self.spec, "superoffload", ratio), self.target)
+
+    def _at_smallest_ratio(self, margin: float) -> Assessment:
+        """Return SuperOffload at the smallest ratio that leaves ``margin`` of each GPU free, else
+        at ratio 1.
+        """
+        target, whole, supply = self.target, self._whole, self.target.resources.supply
+        offload = whole.spec.offload  # whose mode is decided, and with it where states stay
+        accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")
+        # Weights whose states stay on the GPU are there, too.
+        with_weights = offload.parameters == "cpu" and offload.engine == "so-tui"
+        each = STATE_BYTES + (WEIGHT_BYTES if with_weights else 0)
+        room = int((1 - margin) * (supply.gpu_bytes or 0)) - whole.demand.gpu_bytes
+
+        def fits(ratio: float) -> bool:
+            if supply.one_memory:  # the states take about as much of it wherever they are stepped
+                return self._offloading(ratio).verdict in accepted
+            # The ratio changes nothing on the GPU but the states that stay there.
+            return each * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
+
+        if supply.gpu_bytes is None and not (supply.one_memory and whole.verdict in accepted):
+            return whole
+        ratio = RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=fits)]
+        return whole if ratio == 1.0 else self._offloading(ratio)
 
 
 def best(spec: RunSpec, target: Target) -> Assessment:
@@ -416,35 +435,9 @@ def best(spec: RunSpec, target: Target) -> Assessment:
     return Candidates(spec, target).best
 
 
-def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
-    """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of
-    each GPU free, else as it is.
-    """
-    target, offload, supply = whole.target, whole.spec.offload, whole.target.resources.supply
-    accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")
-    # Weights whose states stay on the GPU are there, too.
-    with_weights = offload.parameters == "cpu" and offload.engine == "so-tui"
-    each = STATE_BYTES + (WEIGHT_BYTES if with_weights else 0)
-    room = int((1 - margin) * (supply.gpu_bytes or 0)) - whole.demand.gpu_bytes
-
-    def at(ratio: float) -> Assessment:
-        return assess(in_mode(whole.spec, "superoffload", ratio), target)
-
-    def fits(ratio: float) -> bool:
-        if supply.one_memory:  # the states take about as much of it wherever they are stepped
-            return at(ratio).verdict in accepted
-        # The ratio changes nothing on the GPU but the states that stay there.
-        return each * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
-
-    if supply.gpu_bytes is None and not (supply.one_memory and whole.verdict in accepted):
-        return whole
-    ratio = RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=fits)]
-    return whole if ratio == 1.0 else at(ratio)
-
-
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     found, mode, ranks = memory_terms(placement), placement.mode, placement.layout.ranks
-    host_weights = keeps_weights_on_host(placement.spec)
+    host_weights = placement.spec.offload.keeps_weights_on_host
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]

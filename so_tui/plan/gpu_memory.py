@@ -16,11 +16,6 @@ from collections.abc import Sequence
 from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
-    attention_bytes,
-    block_input_bytes,
-    offloads_inputs,
-    offloads_results,
-    policy_of,
 )
 from so_tui.model.sharding import (
     PERSISTENCE_THRESHOLD,
@@ -31,7 +26,7 @@ from so_tui.model.sharding import (
     run_ahead_parameters,
 )
 from so_tui.plan.host_memory import host_terms
-from so_tui.plan.placement import Placement, own_engine, power_of_two
+from so_tui.plan.placement import Placement, power_of_two
 from so_tui.plan.rates import constants
 from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, sized, term
 from so_tui.units import count
@@ -67,18 +62,18 @@ CPU optimizer takes.
 def _communication_terms(placement: Placement) -> Terms:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu = placement.layout, placement.profile, placement.gpu
-    ranks, layer, largest = layout.ranks, profile.largest_layer, layout.largest_parameter
+    ranks, layer, largest = layout.ranks, profile.largest_layer, profile.largest_parameter
     bucket = placement.reduce_bucket
     yield sized("reduce-bucket", gpu, "exact", 2, bucket, " (reduce_bucket_size)")
     yield _in_reduction(placement)
     if ranks > 1:
-        small = 0 if own_engine(placement.spec) else profile.small_parameters
+        small = 0 if placement.spec.offload.own_engine else profile.small_parameters
         note = f" (below {count(PERSISTENCE_THRESHOLD)})"
         yield sized("small-parameters", gpu, "exact", 2, small, note)
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and
         # the head included.
         in_use = max(live_parameters(layer, ranks) + layer, 2 * largest)
-        live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
+        live = min(profile.parameters, run_ahead_parameters(layer, ranks) + in_use)
         note = " (ahead, in use, and being copied)"
         yield sized("gathered-parameters", gpu, "estimate", 2, live, note)
         pools = constants().memory.stream_pool_share
@@ -115,10 +110,11 @@ def _fetched_weights(placement: Placement) -> Terms:
     One rank computes with the copies themselves. Several gather them, and each holds copies of its
     own shards until it has.
     """
-    layout, layer = placement.layout, placement.profile.largest_layer
+    layout, profile = placement.layout, placement.profile
+    layer, largest = profile.largest_layer, profile.largest_parameter
     if not placement.host_weights or not placement.has_gpu:
         return
-    live, largest = live_parameters(layer, layout.ranks), layout.largest_parameter
+    live = live_parameters(layer, layout.ranks)
     if layout.ranks > 1:
         text = "2 B x {} (shards that are about to be gathered)"
         held = partition_numel(max(live, largest), layout.ranks)
@@ -136,15 +132,15 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
     """Return the flat copies of buckets that ZeRO-3 reduces on its own stream. Their memory stays
     reserved for it in every phase.
     """
-    spec, layout = placement.spec, placement.layout
-    bucket = min(placement.reduce_bucket, layout.parameters)
+    spec, layout, profile = placement.spec, placement.layout, placement.profile
+    bucket = min(placement.reduce_bucket, profile.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
-    copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
+    copies = in_flight if spec.offload.own_engine and layout.cpu_numel else 1
     more: list[tuple[str, int, int]] = []
-    if spec.gradient_accumulation_steps > 1 and not own_engine(spec):
+    if spec.gradient_accumulation_steps > 1 and not spec.offload.own_engine:
         more.append((" + 4 B x {}", 4, partition_numel(bucket, layout.ranks)))
     if spec.offload.mode == "zerooffload" and layout.cpu_numel:
-        share = partition_numel(layout.largest_parameter, layout.ranks)
+        share = partition_numel(profile.largest_parameter, layout.ranks)
         chunk = min(NORM_CHUNK, share)
         # The norm comes first, then a cast to fp32, which reuses its memory.
         norm, cast = (" + 8 B x {} for a norm", 8, chunk), (" + 4 B x {} for a cast", 4, share)
@@ -169,17 +165,17 @@ def _gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_byt
     of the layers that filled them. DeepSpeed's SuperOffload keeps the host waiting, and its buckets
     fill up between two layers.
     """
-    spec, layout, block = placement.spec, placement.layout, placement.profile.largest_layer
-    bucket = min(placement.reduce_bucket, layout.parameters)
+    spec, layout, profile = placement.spec, placement.layout, placement.profile
+    block, bucket = profile.largest_layer, min(placement.reduce_bucket, profile.parameters)
     ahead, freed = BUCKETS_AHEAD, 0.0
     if layout.cpu_numel and spec.offload.mode == "zerooffload":
         ahead = ZEROOFFLOAD_BUCKETS_AHEAD
-    elif layout.cpu_numel and not own_engine(spec):
+    elif layout.cpu_numel and not spec.offload.own_engine:
         ahead, freed = 1, working_bytes / 2
-    numel = min(layout.parameters, ahead * bucket)
+    numel = min(profile.parameters, ahead * bucket)
     if layout.ranks > 1:
         numel = min(numel, run_ahead_parameters(block, layout.ranks) + bucket)
-    layers_done = min(placement.profile.architecture.layers, numel / block) if block else 0
+    layers_done = min(profile.architecture.layers, numel / block) if block else 0
     return max(0, int(2 * numel - layers_done * layer_bytes - freed))
 
 
@@ -276,7 +272,7 @@ def _states(placement: Placement) -> Terms:
 def _offloaded_states(placement: Placement) -> Terms:
     layout, numel, spec = placement.layout, placement.layout.cpu_numel, placement.spec
     yield sized("master-weights", "node", "exact", 4, numel, " (fp32 weights)")
-    if own_engine(spec):
+    if spec.offload.own_engine:
         staged = "bf16 gradients" if placement.host_weights else "bf16 gradients, then weights"
         yield sized("staging-buffer", "node", "exact", 2, numel, f" ({staged})")
         if spec.gradient_accumulation_steps > 1:
@@ -293,8 +289,8 @@ def _offloaded_states(placement: Placement) -> Terms:
         pieces = [*(4 * group.numel for group in layout.cpu_groups), buffer * layout.numel]
         if placement.host_weights:  # one block for each parameter group
             pieces += [
-                2 * sum(group.numel for group in layout.sub_groups if group.group == name)
-                for name in ("decay", "no-decay")
+                2 * sum(group.numel for group in layout.sub_groups if group.decay == decay)
+                for decay in (True, False)
             ]
         yield term(
             "pinned-rounding",
@@ -307,12 +303,14 @@ def _offloaded_states(placement: Placement) -> Terms:
 
 def _activations(placement: Placement) -> Terms:
     spec, profile, gpu, tokens = placement.spec, placement.profile, placement.gpu, placement.tokens
-    shape, policy = profile.architecture, policy_of(spec.model)
+    shape, policy = profile.architecture, spec.model.policy
     stored = profile.stored_bytes(policy)
-    inputs = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
-    results = attention_bytes(shape) if offloads_results(spec.model) else 0
+    inputs = shape.input_bytes if spec.model.offloads_inputs else 0
+    results = sum(shape.result_bytes) if spec.model.offloads_results else 0
     kept = stored - inputs - results
-    scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
+    scores = 0
+    if profile.eager_attention:
+        scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
         yield from _on_host(placement, inputs, shape.layers, "offloaded-inputs", "layer-inputs")
@@ -545,10 +543,10 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Terms:
         "{:.1%} of what is allocated and freed within a layer",
         memory.slack_share,
     )
-    if policy_of(spec.model) == "attention":
-        on_host = offloads_results(spec.model)
+    if spec.model.policy == "attention":
+        on_host = spec.model.offloads_results
         layers = min(shape.layers, HELD["backward"]) if on_host else shape.layers
-        kept = placement.tokens * attention_bytes(shape) * layers
+        kept = placement.tokens * sum(shape.result_bytes) * layers
         yield term(
             "result-fragmentation",
             gpu,

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.profile import profile_of
-from so_tui.model.shape import StateLayout
+from so_tui.model.profile import StateLayout, profile_of
 from so_tui.model.sharding import copied, copy_bytes
-from so_tui.plan.placement import Placement, own_engine, power_of_two
+from so_tui.plan.placement import Placement, power_of_two
 from so_tui.plan.rates import constants
 from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind, Terms, sized, term
 from so_tui.spec.run_spec import RunSpec
@@ -47,7 +46,7 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
         room: Returns the bytes of host memory that each rank may still take.
     """
     spec = placement.spec
-    if not (own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats):
+    if not (spec.offload.own_engine and spec.checkpoint.background and spec.checkpoint.repeats):
         return None
     states = spec.offload.states
     sizes = [
@@ -90,7 +89,7 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     kinds = {found.kind for found in node}
     partition = sum(found.bytes for found in node if found.kind == "gradient-partition")
     later = {"saving", "nccl-on-host"}
-    if not own_engine(spec):
+    if not spec.offload.own_engine:
         later |= {"moments", *({"loading"} if partition else ())}
     allocating = 0
     if partition and "libraries" in kinds:  # without CUDA nothing is copied into pinned memory
@@ -166,7 +165,7 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
     if placement.spec.checkpoint.saves:
         each, largest, decoded = 4, layout.largest_on("gpu"), layout.largest_on("cpu")
         note = ", the largest sub-group on the GPU on its way to the disk"
-        compact = own_engine(placement.spec) and placement.spec.offload.states != "fp32"
+        compact = placement.spec.offload.own_engine and placement.spec.offload.states != "fp32"
         if compact and 2 * decoded > largest:
             each, largest = 8, decoded
             note = ", the moments of the largest sub-group, decoded for the disk"
@@ -200,7 +199,7 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
 
 def _worker_terms(placement: Placement) -> Terms:
     memory, layout = constants().memory, placement.layout
-    if own_engine(placement.spec):
+    if placement.spec.offload.own_engine:
         text = "a second process, without torch"
         yield term("adam-worker", "node", memory.own_worker_bytes, "calibrated", text)
     elif placement.spec.offload.mode == "superoffload":
@@ -236,4 +235,4 @@ def _disk_terms(placement: Placement) -> Terms:
     values = (STATE_BYTES, layout.numel, layout.ranks)
     yield term("checkpoint", "disk", STATE_BYTES * numel, "exact", text, *values)
     if placement.spec.checkpoint.export:
-        yield sized("export", "disk", "exact", 2, layout.parameters, " (bf16)")
+        yield sized("export", "disk", "exact", 2, placement.profile.parameters, " (bf16)")

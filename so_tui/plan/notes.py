@@ -15,11 +15,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from so_tui.machine.types import Network
-from so_tui.model.profile import Policy
 from so_tui.plan.rates import ALIKE, network_rate_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
 from so_tui.spec.errors import Problem
-from so_tui.spec.run_spec import Mode, StatesFormat
+from so_tui.spec.run_spec import Mode, Policy, StatesFormat
 from so_tui.trust.text import printable_line
 from so_tui.units import duration, memory_size, plural, thousands
 
@@ -82,6 +81,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "list": lambda numbers: str(list(numbers)),
     "listed": lambda texts: ", ".join(map(printable_line, texts)),
     "gpus": lambda number: plural(number, "GPU"),
+    "number_of_gpus": lambda indices: plural(len(indices), "GPU"),
     "or_fewer": lambda number: "1" if number == 1 else f"{number} or fewer",
     "share": lambda share: f"{share:.0%}" if share >= 0.01 else "less than 1%",
     "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
@@ -214,13 +214,10 @@ class NoSuchGpu(Fact, frozen=True):
     missing: int
     present: tuple[int, ...]
 
-    @property
-    def message(self) -> str:
-        there = f"{{machine}} has {_UNITS['gpus'](len(self.present))}"
-        return self.say(
-            "gpus = {asked:list}: there is no GPU {missing}, "
-            f"{there}. Choose from {{present:list}}"
-        )
+    words = (
+        "gpus = {asked:list}: there is no GPU {missing}, {machine} has {present:number_of_gpus}. "
+        "Choose from {present:list}"
+    )
 
 
 class SequencesNotShareable(Fact, frozen=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from so_tui.model.profile import ModelProfile, in_tiles
-from so_tui.model.shape import Span, StateLayout
+from so_tui.model.profile import ModelProfile, Span, StateLayout, in_tiles
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
 from so_tui.spec.run_spec import Mode, RunSpec
@@ -56,7 +55,7 @@ class Placement:
     @property
     def tiled(self) -> bool:
         """Whether feed-forward blocks compute a micro-batch in more than one tile."""
-        return in_tiles(self.spec.model, self.profile.architecture, self.tokens)
+        return in_tiles(self.spec, self.profile.architecture)
 
     @property
     def gradient_bytes(self) -> int:
@@ -70,9 +69,9 @@ class Placement:
         """Parameters of one rank whose weights are in host memory: with our engine those whose
         optimizer states are there.
         """
-        if not keeps_weights_on_host(self.spec):
+        if not self.spec.offload.keeps_weights_on_host:
             return 0
-        return self.layout.cpu_numel if own_engine(self.spec) else self.layout.numel
+        return self.layout.cpu_numel if self.spec.offload.own_engine else self.layout.numel
 
     @property
     def early_share(self) -> float:
@@ -92,26 +91,12 @@ class Placement:
         is full, so copies and Adam start early.
         """
         size = self.spec.offload.sub_group_size
-        return min(size, OWN_LARGEST_BUCKET) if own_engine(self.spec) else size
+        return min(size, OWN_LARGEST_BUCKET) if self.spec.offload.own_engine else size
 
     @property
     def compute_spans(self) -> tuple[Span, ...]:
         """When a forward pass uses each sub-group."""
         return self.profile.compute_spans(self.layout.ranks, self.spec.offload.sub_group_size)
-
-
-def own_engine(spec: RunSpec) -> bool:
-    """Return whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU
-    optimizers.
-    """
-    return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
-
-
-def keeps_weights_on_host(spec: RunSpec) -> bool:
-    """Return whether weights are in host memory, and copied to the GPU layer by layer; ``auto``
-    counts as not.
-    """
-    return spec.offload.parameters == "cpu" and spec.offload.mode != "gpu"
 
 
 def power_of_two(size: int) -> int:

@@ -67,6 +67,10 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
     equal slices.
     """
 
+    def without_worker(self) -> RankBinding:
+        """Return the binding in a mode that has no Adam worker."""
+        return replace(self, main_cpus=self.cpus, adam_cpus=())
+
 
 Binding = tuple[RankBinding, ...]
 """Of all ranks of a host, in their order."""

@@ -14,15 +14,9 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.model.flops import idle_parameters, model_flops
-from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, policy_of, profile_of, tiles_mlp
+from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
 from so_tui.plan.binding import whole_gpus
-from so_tui.plan.fit import (
-    Assessment,
-    Target,
-    assess,
-    node_needs,
-    target_of,
-)
+from so_tui.plan.fit import Assessment, Target, node_needs, target_of
 from so_tui.plan.measured import correcting, corrects_passes
 from so_tui.plan.notes import (
     AttentionFallsBack,
@@ -39,7 +33,6 @@ from so_tui.plan.notes import (
     TokensReached,
     WeightsOnHost,
 )
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
 from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
@@ -81,7 +74,7 @@ def make_plan(
     found = decided_settings(spec, target)
     decided: list[Choice] = [*found.why]
     if spec.model.activation_checkpointing == "auto" and target.resources.speed is not None:
-        decided.append(AutoCheckpointing(policy=policy_of(found.best.spec.model)))
+        decided.append(AutoCheckpointing(policy=found.best.spec.model.policy))
     return _plan(spec, found.best, decided)
 
 
@@ -92,19 +85,14 @@ def _target(
     return target_of(spec, machine, workload=known.workload if known else workload, probed=probed)
 
 
-def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
+def recommend(spec: RunSpec, machine: Machine) -> Plan:
     """Return the fastest settings that fit on this machine with a margin, or simpler ones that are
     about as fast, each with its reason.
 
     Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen.
     Tokens of a step and sequence length stay.
-
-    Args:
-        spec: What to run.
-        machine: Where.
-        gpus: On how many GPUs; by default as the spec says.
     """
-    wanted = as_read(spec if gpus is None else replace(spec, gpus=gpus), machine)
+    wanted = as_read(spec, machine)
     plan, chosen = _recommended(wanted, machine)
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)
@@ -117,9 +105,7 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     target = _target(wanted, machine)
     chosen, tried, _ = best_settings(wanted, target)
-    with_cores = with_fitting_cores(chosen, target)
-    if with_cores is not chosen.spec:
-        chosen = assess(with_cores, target.on(with_cores))
+    chosen = with_fitting_cores(chosen)
     reasons = tuple(choices(wanted, chosen, tried))
     spec = chosen.spec if chosen.fits else wanted
     plan = _plan(spec, chosen, reasons, searched=True)
@@ -272,7 +258,7 @@ def _plan(
 def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     """Return what the prediction of its step rests on."""
     target, mode = found.target, found.mode
-    host_weights = keeps_weights_on_host(found.spec)
+    host_weights = found.spec.offload.keeps_weights_on_host
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
     passes = corrects_passes(near, host_weights=host_weights)
     near = [probe for probe in near if passes or probe.mode == mode]
@@ -318,7 +304,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         )
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
-    if tiles_mlp(found.spec.model):
+    if found.spec.model.tiles_mlp:
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
     if offloaded_bytes(found.target.profile.architecture, found.spec.model):
         inputs = InputsOnHost(
@@ -376,7 +362,7 @@ def _resolved(found: Assessment) -> RunSpec:
     to choose.
     """
     spec, resources = found.spec, found.target.resources
-    spec = with_policy(spec, policy_of(spec.model))
+    spec = with_policy(spec, spec.model.policy)
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     whole = whole_gpus(resources.machine)[: spec.gpus]

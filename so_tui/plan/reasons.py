@@ -7,12 +7,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from msgspec.structs import replace
 
-from so_tui.model.profile import offloads_inputs, offloads_results, policy_of
-from so_tui.plan.fit import Assessment, assess, best, changed, in_mode
+from so_tui.plan.fit import Assessment, assess, best, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
     AdamCoresChosen,
@@ -117,7 +115,7 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
             mode=other.mode,
             ratio=other.spec.offload.ratio,
             micro_batch=other.spec.train.micro_batch,
-            policy=policy_of(other.spec.model),
+            policy=other.spec.model.policy,
             on_host=_on_host(other),
             slower=_slower(chosen, other),
             alike=about_as_fast(chosen.rate, other.rate),
@@ -163,7 +161,7 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
 
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
-    policy = policy_of(chosen.spec.model)
+    policy = chosen.spec.model.policy
     found = CheckpointingChosen(policy=policy)
     if policy == "full" or not chosen.step:
         return found
@@ -209,7 +207,7 @@ def _settings(found: Assessment) -> tuple[str, str, bool, int]:
 
 def _on_host(found: Assessment) -> bool:
     """Return whether what layers keep is in host memory, or a part of it."""
-    return offloads_inputs(found.spec.model) or offloads_results(found.spec.model)
+    return found.spec.model.offloads_inputs or found.spec.model.offloads_results
 
 
 def _slower(chosen: Assessment, other: Assessment) -> float:
@@ -227,7 +225,7 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
     """Yield what travels between the hosts of a run in a step, and how long that takes; nothing for
     one host.
     """
-    target, layout, model = found.target, found.layout, found.model
+    target, model, ranks = found.target, found.model, found.target.ranks
     if target.hosts == 1:
         return
     times = _COLLECTIVES * found.spec.gradient_accumulation_steps
@@ -238,8 +236,8 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
         longer_s = model.step_time().total_s - on_one_host.step_time().total_s
     yield AcrossHosts(
         machines=target.hosts,
-        ranks=layout.ranks,
-        bytes_per_step=times * (2 * layout.parameters * (layout.ranks - 1) // layout.ranks),
+        ranks=ranks,
+        bytes_per_step=times * (2 * target.profile.parameters * (ranks - 1) // ranks),
         network=target.resources.network,
         seconds=seconds,
         longer_s=longer_s,
@@ -281,7 +279,7 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
         return
     saving = found
     if not checkpoint.repeats:
-        repeating = changed(spec, "checkpoint", every_minutes=_USUAL_MINUTES)
+        repeating = spec.changed("checkpoint", every_minutes=_USUAL_MINUTES)
         saving = assess(repeating, target)
     size, copied = saving.disk_bytes, saving.copies.share if saving.copies else 0.0
     write_s = size / DISK_BYTES_PER_S
@@ -333,7 +331,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if 0 < model.positions < length:
         yield BeyondPositions(sequence_length=length, positions=model.positions)
     indexers = sum(
-        block.repeat * prod(tensor.shape)
+        block.repeat * tensor.numel
         for block in model.parameters
         for tensor in block.tensors
         if is_indexer(tensor.name)
@@ -341,7 +339,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if indexers:
         yield IndexersUntrained(parameters=indexers)
     if deepspeeds and spec.train.gradient_clipping > 0:
-        unclipped = assess(changed(found.spec, "train", gradient_clipping=0.0), target).step
+        unclipped = assess(found.spec.changed("train", gradient_clipping=0.0), target).step
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
         yield ClippingWaits(seconds=waits)
     if offload.mode != "gpu" and resources.has_gpu:
@@ -354,8 +352,8 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     yield from _faster_attention(found)
     if resources.gpu_memory_unknown:
         yield GpuMemoryUnknown()
-    if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
-        yield SlowWithoutGpu(parameters=found.layout.parameters)
+    if not resources.has_gpu and (parameters := target.profile.parameters) > _SLOW_ON_CPU:
+        yield SlowWithoutGpu(parameters=parameters)
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
     if masked and not spec.data.packing:
         rows = target.workload.row_share(spec.train.micro_batch)
@@ -404,7 +402,7 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     if not absent or step is None:
         return
     missing = absent[0].backend
-    other = assess(changed(found.spec, "model", attention=missing), target).step
+    other = assess(found.spec.changed("model", attention=missing), target).step
     if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(
             backend=missing, used=chosen.backend, step_s=other.total_s, given_step_s=step.total_s

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from so_tui.model.profile import offloads_inputs, profile_of
+from so_tui.model.profile import profile_of
 from so_tui.model.sharding import moments_bytes
 from so_tui.plan.fit import Assessment, Target, assess, best, in_mode
 from so_tui.plan.gpu_memory import memory_terms
@@ -69,7 +69,7 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     yield from _fitting_with_compact_states(spec, target)
     if not target.resources.has_gpu:
         yield OtherMachineNeeded()
-    elif (larger := _fitting_on_more_gpus(spec, target)) is not None:
+    elif larger := next(_fitting_on_more_gpus(spec, target), None):
         yield larger
     else:
         yield from _fitting_when_shorter(spec, target, searched=searched)
@@ -162,7 +162,7 @@ def _fitting_when_shorter(spec: RunSpec, target: Target, *, searched: bool) -> I
                 search = best_settings if searched else decided_settings
                 yield _least_change(spec, target, fitting, search=search)
                 return
-        apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
+        apart = not target.resources.supply.one_memory and not found.spec.model.offloads_inputs
         if apart and found.worst and found.worst.pool != "gpu":
             return  # sequences take no host memory
 
@@ -199,12 +199,11 @@ def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Ta
             yield larger, target.on(larger)
 
 
-def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
+def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> Iterator[MoreGpusFit]:
     for larger_spec, larger in _larger_targets(spec, target):
         fits, micro_batch = _fits_split(larger_spec, larger)
         if fits:
-            return MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
-    return None
+            yield MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
 
 
 def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMargin]:

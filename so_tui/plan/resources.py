@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from so_tui.machine.host import distance
 from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
@@ -99,7 +98,7 @@ class Resources:
         """Return the bindings of the ranks in an offload mode; empty when there is a problem."""
         if mode == "superoffload":
             return self.bound
-        return tuple(replace(rank, main_cpus=rank.cpus, adam_cpus=()) for rank in self.bound)
+        return tuple(rank.without_worker() for rank in self.bound)
 
 
 def rank_counts(machine: Machine) -> tuple[int, ...]:
@@ -172,9 +171,7 @@ def _bound(
                 found = NoSuchGpu(machine=machine.label, asked=gpus, missing=index, present=present)
                 return found, ()
     try:
-        return None, bind_ranks(
-            machine, gpus, mode="superoffload", cpu_adam_cores_fraction=cpu_adam_cores_fraction
-        )
+        return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
     except InputError as error:
         return NotBindable(problems=error.problems), ()
 
@@ -261,23 +258,19 @@ meant 0.
 """
 
 
-def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
+def example_tflops(plan: Plan) -> float | None:
     """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None
     without a prediction of time.
-
-    Args:
-        plan: The plan.
-        step_s: Seconds of a step; by default those of the plan.
     """
-    spec, seconds = plan.spec, step_s or plan.step_s
-    if seconds is None:
+    spec = plan.spec
+    if plan.step_s is None:
         return None
     return seed_tflops_total(
         spec.model.parameter_count,
         architecture(spec.model.config),
         spec.data.sequence_length,
         plan.tokens_per_step // spec.data.sequence_length,
-        seconds,
+        plan.step_s,
         checkpointing=spec.model.repeats_products,
     )
 
@@ -294,7 +287,7 @@ def as_read(spec: RunSpec, machine: Machine) -> RunSpec:
         return spec
     found = machine.software.deepspeed
     clipping = 0.0 if found and version_numbers(found) < _CLIPS_BY_DEFAULT else 1.0
-    return replace(spec, train=replace(spec.train, gradient_clipping=clipping))
+    return spec.changed("train", gradient_clipping=clipping)
 
 
 # Sequence parallelism in plans: who can share sequences, what travels between the ranks that do,
@@ -329,10 +322,7 @@ def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
             # With a target of tokens, accumulation follows from it.
             times = 1 if train.tokens_per_step else ranks // train.sequence_parallel
             accumulation = times * train.gradient_accumulation
-            yield replace(
-                spec,
-                train=replace(train, sequence_parallel=ranks, gradient_accumulation=accumulation),
-            )
+            yield spec.changed("train", sequence_parallel=ranks, gradient_accumulation=accumulation)
         ranks *= 2
 
 

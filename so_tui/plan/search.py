@@ -21,10 +21,6 @@ from msgspec.structs import replace
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     POLICIES,
-    TILED_POLICIES,
-    Policy,
-    offloads_results,
-    policy_of,
     profile_of,
 )
 from so_tui.plan.fit import (
@@ -34,9 +30,8 @@ from so_tui.plan.fit import (
     Target,
     assess,
     best,
-    changed,
     in_mode,
-    mode_without_gpu,
+    in_mode_without_gpu,
 )
 from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps
 from so_tui.plan.plan import Verdict
@@ -44,7 +39,7 @@ from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
 from so_tui.plan.step_time import can_speculate
 from so_tui.plan.workload import MICRO_BATCHES
-from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
+from so_tui.spec.run_spec import ModelSpec, Policy, RunSpec, StatesFormat
 
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
@@ -106,7 +101,7 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
             yield in_mode(spec, "superoffload")
         elif offload.ratio < 1:
             larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
-            yield changed(spec, "offload", ratio=larger)
+            yield spec.changed("offload", ratio=larger)
         yield from smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
         yield from islice(more_sharing(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
@@ -114,10 +109,10 @@ def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
         yield from less_speculation(spec, "off")
         if offload.mode != "gpu" and offload.ratio > 0:
             smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
-            yield changed(spec, "offload", ratio=smaller)
+            yield spec.changed("offload", ratio=smaller)
         if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
             # The sum of gradients over several micro-batches is stored on the host.
-            yield changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+            yield spec.changed("train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
@@ -130,10 +125,10 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
     while size > 1 and not (exact and size % 2):
         size //= 2
         if train.tokens_per_step:  # accumulation follows from the target
-            yield changed(spec, "train", micro_batch=size)
+            yield spec.changed("train", micro_batch=size)
         else:
             accumulation *= 2
-            yield changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+            yield spec.changed("train", micro_batch=size, gradient_accumulation=accumulation)
 
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
@@ -157,7 +152,7 @@ def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
         return spec
     if not train.tokens_per_step:
         accumulation = train.micro_batch * accumulation // micro_batch
-    return changed(spec, "train", micro_batch=micro_batch, gradient_accumulation=accumulation)
+    return spec.changed("train", micro_batch=micro_batch, gradient_accumulation=accumulation)
 
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
@@ -167,7 +162,7 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
         return spec
     if offload == "attention" and policy != "attention":
         offload = "auto"  # nothing is left to offload
-    return changed(spec, "model", activation_checkpointing=policy, activation_offload=offload)
+    return spec.changed("model", activation_checkpointing=policy, activation_offload=offload)
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
@@ -193,7 +188,7 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     hosts: list[dict[str, str]] = [{"activation_offload": way} for way in ways]
     for values in (tiles, *hosts, *(tiles | host for host in hosts if tiles)):
         if values:
-            yield changed(spec, "model", **values)
+            yield spec.changed("model", **values)
 
 
 def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
@@ -210,7 +205,7 @@ def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
     ways = _ON_HOST if given == "auto" else (given,)
     keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
     tiles = ("on",) if _can_tile(spec, keeping) else ()
-    weights = changed(spec, "offload", parameters=found.offload.parameters)
+    weights = spec.changed("offload", parameters=found.offload.parameters)
     for tiled in (keeping.tiled_mlp, *tiles):
         for way in ways:
             yield replace(weights, model=replace(keeping, activation_offload=way, tiled_mlp=tiled))
@@ -223,14 +218,14 @@ def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     can = offload.engine == "so-tui" or offload.mode == "zerooffload"
     if offload.parameters == "auto" and can:
-        yield changed(spec, "offload", parameters="cpu")
+        yield spec.changed("offload", parameters="cpu")
 
 
 def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
     return (
         spec.micro_batch_tokens > MLP_TILE_TOKENS
         and model.tiled_mlp == "auto"
-        and model.activation_checkpointing in ("auto", *TILED_POLICIES)
+        and model.repeats_products
         and not profile_of(model).architecture.experts
     )
 
@@ -240,7 +235,7 @@ def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator
     whatever the host has.
     """
     if can_speculate(spec) and spec.offload.speculation == "on":
-        yield changed(spec, "offload", speculation=instead)
+        yield spec.changed("offload", speculation=instead)
 
 
 def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
@@ -248,14 +243,14 @@ def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
         for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
-            yield changed(spec, "offload", states=states)
+            yield spec.changed("offload", states=states)
 
 
 def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
-        yield changed(spec, "data", sequence_length=length)
+        yield spec.changed("data", sequence_length=length)
         length //= 2
 
 
@@ -397,15 +392,15 @@ def _or_results_on_host(search: Search, spec: RunSpec, target: Target, found: _F
     It is where they have no room on the GPU, so that attention would be computed again, or where
     they would drive states to the host whose steps nothing hides.
     """
-    best, policy = found.best, policy_of(found.best.spec.model)
+    best, model = found.best, found.best.spec.model
     if best.verdict != "fits" or target.resources.supply.one_memory or not best.rate:
         return found
-    if policy not in TILED_POLICIES or (policy == "attention" and best.mode == "gpu"):
+    if not model.repeats_products or (model.policy == "attention" and best.mode == "gpu"):
         return found
     chosen = found
     for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
-        fits = other.best.verdict == "fits" and offloads_results(other.best.spec.model)
+        fits = other.best.verdict == "fits" and other.best.spec.model.offloads_results
         if fits and clearly_faster(other.best.rate, chosen.best.rate):
             chosen = other
     if chosen is found:
@@ -420,7 +415,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
     if spec.offload.mode != "auto":
         return _Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
-        return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
+        return decide(_fastest_policy(in_mode_without_gpu(spec), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
     if target.resources.gpu_memory_unknown:
         return decide(offloaded, "gpu-memory-unknown")
@@ -430,7 +425,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
     if on_gpu.verdict == "fits":
         if offloaded.verdict != "fits" or not clearly_faster(offloaded.rate, on_gpu.rate):
             return decide(on_gpu, "fits-on-gpu")
-        alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
+        alike = offloaded.spec.model.policy == on_gpu.spec.model.policy
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
     if on_gpu.verdict == "tight" and not offloaded.fits:
         ratio = spec.offload.ratio
@@ -499,29 +494,30 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
     if offload == "attention":
         return ("attention",)
     if spec.model.tiled_mlp == "on":
-        return TILED_POLICIES
+        return "attention", "full"
     if offload in ("on", "inputs"):
         return tuple(policy for policy in POLICIES if policy != "none")
     return POLICIES
 
 
-def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
-    """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the
-    training process can use the others.
+def with_fitting_cores(chosen: Assessment) -> Assessment:
+    """Return the chosen settings with the smallest share of cores for CPU Adam that makes no step
+    longer: the training process can use the others.
     """
-    spec, offload, resources = chosen.spec, chosen.spec.offload, target.resources
+    spec, offload, target = chosen.spec, chosen.spec.offload, chosen.target
     if chosen.mode != "superoffload" or not offload.ratio:
-        return spec
-    if resources.speed is None or resources.problem:
-        return spec
+        return chosen
+    if target.resources.speed is None or target.resources.problem:
+        return chosen
     found = []
     for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
-        varied = changed(spec, "offload", cpu_adam_cores_fraction=fraction)
+        varied = spec.changed("offload", cpu_adam_cores_fraction=fraction)
         step = chosen.step_with(target.on(varied), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
-    return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
+    fitting = next((varied for seconds, varied in found if seconds <= 1.002 * quickest), None)
+    return assess(fitting, target.on(fitting)) if fitting else chosen
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
@@ -558,7 +554,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     if given.train.tokens_per_step:
         key = "tokens_per_step"
     value = _LARGER * getattr(given.train, key)
-    larger = best_settings(changed(given, "train", **{key: value}), chosen.target).best
+    larger = best_settings(given.changed("train", **{key: value}), chosen.target).best
     if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
     accumulated = larger.spec.gradient_accumulation_steps

@@ -139,7 +139,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
 
 
 def command_of(
-    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None
+    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str]
 ) -> str:
     """Return the command that runs a plan, quoted for a shell.
 
@@ -160,7 +160,7 @@ def command_of(
         wanted = ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
     options = [] if gpus == given.gpus else ["--gpus", wanted]
     chosen = {key: value for key, value in after.items() if before[key] != value}
-    for key, value in {**chosen, **(changes or {})}.items():
+    for key, value in {**chosen, **changes}.items():
         options += ["--set", f"{key}={value}"]
     return so_tui_command("run", preset, *options)
 

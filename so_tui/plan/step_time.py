@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.flops import attention_pairs, recomputed_logits
-from so_tui.model.profile import offloaded_bytes, policy_of
-from so_tui.model.shape import WEIGHT_BYTES, StateLayout, bucket_tokens
+from so_tui.model.flops import attention_pairs, bucket_tokens, recomputed_logits
+from so_tui.model.profile import WEIGHT_BYTES, StateLayout, offloaded_bytes
 from so_tui.model.sharding import speculating, speculation_bytes
-from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
+from so_tui.plan.placement import Placement
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.plan.rates import Speed, StepConstants, constants
 from so_tui.plan.resources import exchanged_bytes
@@ -208,11 +207,12 @@ class StepModel:
         """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as
         much. Each rank, and each host, receives all but its own part.
         """
-        layout, between = self.placement.layout, self.between_hosts_bytes_per_s
+        placement, between = self.placement, self.between_hosts_bytes_per_s
+        ranks = placement.layout.ranks
         rates = [between] if between else []
-        if between is None or self.placement.local_ranks > 1:
+        if between is None or placement.local_ranks > 1:
             rates.append(self.speed.peer_bytes_per_s)
-        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / min(rates)
+        return 2 * placement.profile.parameters * (ranks - 1) / ranks / min(rates)
 
     @cached_property
     def one_pass(self) -> _Pass:
@@ -230,7 +230,7 @@ class StepModel:
         )
         gathering = use.all_gather_launches_per_layer if ranks > 1 else 0.0
         # Selective recomputation runs all of a layer's Python again, and skips its products.
-        again = 0.0 if policy_of(placement.spec.model) == "none" else launches
+        again = 0.0 if placement.spec.model.policy == "none" else launches
         forward = max(
             layers_s + use.all_gather_share * gather_s,
             gather_s + fetched_s,
@@ -259,32 +259,29 @@ class StepModel:
         """
         placement, use, tokens = self.placement, self.use, self._computed_tokens
         profile, flops = placement.profile, placement.profile.flops
-        shape, policy = profile.architecture, policy_of(placement.spec.model)
+        shape, policy = profile.architecture, placement.spec.model.policy
         rate = self.speed.matrix_flops * (
             use.expert_efficiency if shape.experts else use.matrix_efficiency
         )
         products = 2.0 * tokens * (flops.active_parameters - flops.head_parameters) / rate
         elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
         attention_forward, attention_backward = self._attention_s()
-        expert_products = in_tiles = 0.0
-        if shape.experts and not profile.fused:
-            expert_products = (
-                6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
-            )
-        again = 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
-        repeated = {
-            "full": again + elementwise + attention_forward,
-            "attention": again + elementwise,
-            "selective": elementwise + expert_products,
-            "none": 0.0,
-        }
-        if placement.tiled:  # tiles of feed-forward blocks compute norms again
-            norms = 0 if profile.fused else profile.norm_bytes
-            in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
         exchange = self._exchange_s()
-        backward = 2 * (products + elementwise) + attention_backward + exchange + in_tiles
-        again = repeated[policy] + (exchange if policy != "none" else 0.0)
-        return products + elementwise + attention_forward + exchange, backward + again
+        backward = 2 * (products + elementwise) + attention_backward + exchange
+        if (
+            placement.tiled and not profile.fused
+        ):  # tiles of feed-forward blocks compute norms again
+            backward += tokens * shape.layers * profile.norm_bytes / self._moved_bytes_per_s
+        if policy != "none":
+            backward += elementwise + exchange
+        if policy in ("full", "attention"):
+            backward += 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
+        if policy == "full":
+            backward += attention_forward
+        if policy == "selective" and shape.experts and not profile.fused:
+            experts = tokens * shape.hidden * shape.active_intermediate * shape.layers
+            backward += 6.0 * experts / rate
+        return products + elementwise + attention_forward + exchange, backward
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers,
@@ -383,7 +380,7 @@ class StepModel:
     def rates(self) -> PlannedRates | None:
         """Return the rates of offloading with our engine; None without it."""
         spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
-        if not own_engine(spec) or not cpu_numel:
+        if not spec.offload.own_engine or not cpu_numel:
             return None
         least_share = 1.0
         if self._clipped:
@@ -420,7 +417,7 @@ class StepModel:
         if spec.offload.mode == "gpu" or not layout.cpu_numel:
             return 0.0
         further = spec.gradient_accumulation_steps - 1
-        if own_engine(spec):
+        if spec.offload.own_engine:
             copies = 2 * layout.cpu_numel / speed.d2h_bytes_per_s
             adding = ACCUMULATE_BYTES * layout.cpu_numel / self._adam_bytes_per_s
             return further * max(0.0, copies + adding - once.forward_s - once.backward_s)
@@ -455,7 +452,7 @@ class StepModel:
         if not numel:
             tensors = sum(len(group.names) for group in layout.sub_groups)
             return on_gpu + use.gpu_step_tensor_s * tensors
-        if own_engine(spec):
+        if spec.offload.own_engine:
             return self._own_exposed_s(on_gpu)
         undisturbed = self._undisturbed_adam_bytes_per_s
         if spec.offload.mode == "zerooffload":
@@ -583,7 +580,7 @@ class SecondStates(Struct, frozen=True):
 def second_states_bytes(spec: RunSpec) -> float:
     """Return the bytes per parameter of a second set of states."""
     return speculation_bytes(
-        WEIGHT_BYTES, spec.offload.states, host_weights=keeps_weights_on_host(spec)
+        WEIGHT_BYTES, spec.offload.states, host_weights=spec.offload.keeps_weights_on_host
     )
 
 
@@ -592,7 +589,9 @@ def can_speculate(spec: RunSpec) -> bool:
     and leave to do so.
     """
     return (
-        own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
+        spec.offload.own_engine
+        and spec.train.gradient_clipping > 0
+        and spec.offload.speculation != "off"
     )
 
 

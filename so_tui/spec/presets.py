@@ -509,7 +509,7 @@ def create_preset(spec: RunSpec) -> Path:
     older = load_catalog().presets.get(spec.name)
     if taken := older.path if older else str(path) if exists(path) else "":
         raise _name_taken(spec.name, taken)
-    own = spec_tree(replace(spec, model=replace(spec.model, parameters=())))
+    own = spec_tree(spec.changed("model", parameters=()))
     return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", overwrite=False)
 
 

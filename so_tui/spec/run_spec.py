@@ -6,6 +6,7 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from so_tui.trust.decoding import prepare
 from so_tui.trust.text import brief_line
@@ -239,6 +240,10 @@ class Tensor(Struct, frozen=True, array_like=True):
     tied: str = ""
     """Tensor that this one shares storage with. A tied tensor has no optimizer states."""
 
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
 
 class ParameterBlock(_Section, frozen=True):
     """Consecutive tensors that occur ``repeat`` times in a row, such as the layers of a model."""
@@ -276,6 +281,10 @@ def decays(name: str, dimensions: int) -> bool:
 
 
 ActivationCheckpointing = Literal["auto", "full", "attention", "selective", "none"]
+Policy = Literal["full", "attention", "selective", "none"]
+"""What backward recomputes: every block; a block except its attention; norms, rotary positions and
+activation functions; nothing.
+"""
 Attention = Literal[
     "auto",
     "flash-attn-4",
@@ -410,24 +419,42 @@ class ModelSpec(_Section, frozen=True):
         return round(own * self.rope_factor) if isinstance(own, int) and own > 0 else 0
 
     @property
-    def repeats_products(self) -> bool:
-        """Whether the backward pass recomputes matrix products; assumed if the planner has not
-        chosen yet.
-        """
-        return self.activation_checkpointing in ("auto", "full", "attention")
+    def policy(self) -> Policy:
+        """What the backward pass recomputes: everything, if the planner has not chosen yet."""
+        chosen = self.activation_checkpointing
+        return "full" if chosen == "auto" else chosen
 
     @property
-    def repeats_attention(self) -> bool:
-        """Whether the backward pass recomputes attention; assumed if the planner has not chosen
-        yet.
+    def repeats_products(self) -> bool:
+        """Whether the backward pass recomputes matrix products."""
+        return self.policy in ("full", "attention")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether layer inputs are in host memory between forward and backward; ``auto`` counts as
+        not.
         """
-        return self.activation_checkpointing in ("auto", "full")
+        return self.activation_offload in ("on", "inputs") and self.policy != "none"
+
+    @property
+    def offloads_results(self) -> bool:
+        """Whether attention's results are in host memory between forward and backward; ``auto``
+        counts as not.
+        """
+        return self.activation_offload in ("on", "attention") and self.policy == "attention"
+
+    @property
+    def tiles_mlp(self) -> bool:
+        """Whether dense feed-forward blocks compute some tokens at a time, which they can if a
+        block keeps nothing but its input; ``auto`` counts as not.
+        """
+        return self.tiled_mlp == "on" and self.repeats_products
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters with storage of their own, from the table; 0 without a table."""
         return sum(
-            block.repeat * sum(prod(tensor.shape) for tensor in block.tensors if not tensor.tied)
+            block.repeat * sum(tensor.numel for tensor in block.tensors if not tensor.tied)
             for block in self.parameters
         )
 
@@ -524,6 +551,20 @@ class OffloadSpec(_Section, frozen=True):
             )
         ),
     ] = "auto"
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU
+        optimizers.
+        """
+        return self.mode == "superoffload" and self.engine == "so-tui"
+
+    @property
+    def keeps_weights_on_host(self) -> bool:
+        """Whether weights are in host memory, and copied to the GPU layer by layer; ``auto`` counts
+        as not.
+        """
+        return self.parameters == "cpu" and self.mode != "gpu"
 
 
 # ``[prompts]``: what the model is asked during training.
@@ -865,6 +906,10 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     prompts: PromptsSpec = PromptsSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     slurm: SlurmSpec = SlurmSpec()
+
+    def changed(self, section: str, **values: Any) -> RunSpec:
+        """Return the spec with other values of one section."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
 
     @property
     def ranks_per_host(self) -> int:

@@ -225,7 +225,7 @@ def _agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
         first, other = firsts.setdefault((result.losses_only, result.clipping), (outcome, result))
         if first is not outcome:
             by_step = tuple(
-                _distance(mine, theirs)
+                abs(mine / theirs - 1) if mine is not None and theirs else None
                 for mine, theirs in zip(result.losses, other.losses, strict=False)
             )
             finite = [distance for distance in by_step if distance is not None]
@@ -236,10 +236,6 @@ def _agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
                 )
             )
     return tuple(found)
-
-
-def _distance(mine: float | None, theirs: float | None) -> float | None:
-    return abs(mine / theirs - 1) if mine is not None and theirs else None
 
 
 def machine_found(machine: Machine, findings: Sequence[Finding]) -> MachineFound:

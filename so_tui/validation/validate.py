@@ -400,7 +400,7 @@ def with_layers(spec: RunSpec, layers: int) -> RunSpec:
         for block in model.parameters
     )
     config = model.config | {"num_hidden_layers": layers}
-    return replace(spec, model=replace(model, config=config, parameters=blocks))
+    return spec.changed("model", config=config, parameters=blocks)
 
 
 def _shape_name(spec: RunSpec) -> str:

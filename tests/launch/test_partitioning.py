@@ -55,9 +55,7 @@ def grace(tmp_path_factory: pytest.TempPathFactory) -> mpam._Resctrl:
 
 
 def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
-    return bind_ranks(
-        superchips(chips), chips, mode="superoffload", cpu_adam_cores_fraction=fraction
-    )
+    return bind_ranks(superchips(chips), chips, cpu_adam_cores_fraction=fraction)
 
 
 def schemata(found: mpam._Resctrl, chips: int = 1) -> list[tuple[str, ...]]:

@@ -256,7 +256,7 @@ def test_oom_kills_are_of_the_cgroup_or_host(tmp_path: Path) -> None:
     assert sampling.oom_kills(tmp_path) == 2
 
 
-BINDING = bind_ranks(superchips(2), 2, mode="superoffload", cpu_adam_cores_fraction=0.9)[1]
+BINDING = bind_ranks(superchips(2), 2, cpu_adam_cores_fraction=0.9)[1]
 MAIN, ADAM = BINDING.main_cpus, BINDING.adam_cpus
 RIGHT = RankPlacement(rank=1, cpus=MAIN, adam_cpus=ADAM, node_bytes={1: 99 << 30, 0: 1 << 30})
 NUMA_MAPS = b"""\

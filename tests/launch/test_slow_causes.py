@@ -31,7 +31,7 @@ from tests.support.planning import spec_of
 from tests.support.records import step_record
 
 MACHINE = superchips(1)
-BINDING = bind_ranks(MACHINE, 1, mode="superoffload", cpu_adam_cores_fraction=0.9)
+BINDING = bind_ranks(MACHINE, 1, cpu_adam_cores_fraction=0.9)
 RATES = PlannedRates(
     adam_bytes_per_s=200e9,
     d2h_bytes_per_s=350e9,

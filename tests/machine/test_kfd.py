@@ -42,7 +42,7 @@ def test_partitions_are_seen_and_not_used(tmp_path: Path) -> None:
     assert all(gpu.mig for gpu in machine.gpus)
     assert "partitioned" in {finding.code for finding in findings(machine)}
     with pytest.raises(InputError, match="compute partitions"):
-        bind_ranks(machine, 1, mode="superoffload", cpu_adam_cores_fraction=0.8)
+        bind_ranks(machine, 1, cpu_adam_cores_fraction=0.8)
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ def test_flops_of_a_dense_model_with_and_without_recompute() -> None:
     recomputed = 8 * 900 * 12 + 6 * 100 * 12
     documents = 12, [8, 4]
     assert model_flops(DENSE, *documents) == model
-    assert hw_flops(DENSE, *documents, checkpointing=False) == model
-    assert hw_flops(DENSE, *documents, checkpointing=True) == recomputed + 4 * attention
-    kept = hw_flops(DENSE, *documents, checkpointing=True, attention_recomputed=False)
+    assert hw_flops(DENSE, *documents, policy="none") == model
+    assert hw_flops(DENSE, *documents, policy="full") == recomputed + 4 * attention
+    kept = hw_flops(DENSE, *documents, policy="attention")
     assert kept == recomputed + 3 * attention
 
 
@@ -49,7 +49,7 @@ def test_last_product_is_repeated_only_where_needed() -> None:
     blocks = dense.active_parameters - dense.head_parameters
 
     def executed(flops: Flops, *, tiled: bool = False) -> float:
-        return hw_flops(flops, 1, [], checkpointing=True, tiled=tiled) - 6 * dense.active_parameters
+        return hw_flops(flops, 1, [], policy="full", tiled=tiled) - 6 * dense.active_parameters
 
     assert executed(dense) == 2 * (blocks - last)
     assert executed(dense, tiled=True) == 2 * blocks

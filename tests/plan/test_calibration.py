@@ -196,8 +196,8 @@ def test_a_probe_of_other_constants_or_parts_corrects_nothing(change: dict[str, 
 
 
 def test_a_probe_corrects_its_model_and_no_other() -> None:
-    other = CATALOG.presets["llama-3.1-8b"].spec
-    unprobed = recommend(other, H200, 1)
+    other = replace(CATALOG.presets["llama-3.1-8b"].spec, gpus=1)
+    unprobed = recommend(other, H200)
     data = Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98)
     probe = replace(probe_of(LONG, 1.2, 1.2, 1.2, more_gb=1.5), workload=data)
     assert store(H200, probe=probe) == store(H200, probe=probe)
@@ -211,7 +211,7 @@ def test_a_probe_corrects_its_model_and_no_other() -> None:
     elsewhere = make_plan(LONG, replace(H200, hostname="b", cpu_name="other"), workload=data)
     forward_s = planning.step_of(elsewhere).forward_s
     assert planning.step_of(plan).forward_s == pytest.approx(1.2 * forward_s)
-    assert recommend(other, H200, 1) == unprobed
+    assert recommend(other, H200) == unprobed
 
 
 def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.profile import attention_bytes, block_input_bytes, offloaded_bytes, profile_of
+from so_tui.model.profile import offloaded_bytes, profile_of
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import InputsOnHost
@@ -26,7 +26,7 @@ from tests.support.problems import rejected
 SHAPE = profile_of(long_spec(512).model).architecture
 """Of the 4B shape."""
 SHORT, LONG = 16_384, 524_288
-INPUT, RESULT = SHORT * block_input_bytes(SHAPE), SHORT * attention_bytes(SHAPE)
+INPUT, RESULT = SHORT * SHAPE.input_bytes, SHORT * sum(SHAPE.result_bytes)
 """Bytes of a layer's, for a short sequence."""
 
 
@@ -76,7 +76,7 @@ def test_attentions_results_leave_the_gpu_with_them_or_alone(offload: str) -> No
     # Layers without attention keep none of its results.
     few = replace(SHAPE, other_layers=27)
     alone = long_spec(SHORT, **given("attention", "attention")).model
-    assert offloaded_bytes(few, alone) == attention_bytes(SHAPE) * (SHAPE.layers - 27)
+    assert offloaded_bytes(few, alone) == sum(SHAPE.result_bytes) * (SHAPE.layers - 27)
 
 
 @pytest.mark.parametrize(

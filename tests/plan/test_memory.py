@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.profile import ModelProfile, profile_of
-from so_tui.model.shape import Parameter, StateLayout, architecture
+from so_tui.model.profile import ModelProfile, Parameter, StateLayout, profile_of
+from so_tui.model.shape import architecture
 from so_tui.plan.gpu_memory import _all_terms, _phase_bytes, memory_terms
 from so_tui.plan.host_memory import _gradient_blocks, _GradientBlocks
 from so_tui.plan.placement import Placement

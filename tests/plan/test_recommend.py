@@ -143,8 +143,8 @@ def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: 
 
 def test_the_command_of_a_recommendation_runs_just_that() -> None:
     given = spec_of("phi-4")
-    plan = recommend(given, QUAD, 4)
-    words = command_of(plan, given, "phi-4", 4).split()
+    plan = recommend(replace(given, gpus=4), QUAD)
+    words = command_of(plan, given, "phi-4", 4, {}).split()
     assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
     changes = dict(word.split("=") for word in words if "=" in word)
     as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
@@ -158,7 +158,7 @@ def test_command_names_the_planned_gpus(gpus: int | tuple[int, ...], words: str)
     """Other people may train on those that a mere count would take."""
     given = spec_of("llama-3.1-8b")
     plan = recommend(replace(given, gpus=gpus), QUAD)
-    assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus)
+    assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus, {})
 
 
 def test_a_target_of_tokens_reaches_figures_and_reasons() -> None:
@@ -171,7 +171,7 @@ def test_a_target_of_tokens_reaches_figures_and_reasons() -> None:
     assert (reached.target, reached.accumulation) == (100_000, steps)
     assert reached.tokens == aimed.tokens_per_step
     spec = spec_of("qwen3-4b-random")
-    assert "gradient_accumulation" not in command_of(aimed, spec, "qwen3-4b-random", 1)
+    assert "gradient_accumulation" not in command_of(aimed, spec, "qwen3-4b-random", 1, {})
     large = {"train__tokens_per_step": "131072", "train__micro_batch": "64"}
     halved = recommended("qwen3-4b-random", BIG, **large)
     assert halved.spec.train.micro_batch < 64
@@ -247,7 +247,7 @@ def test_a_larger_micro_batch_is_tried_for_summed_gradients() -> None:
     roomy = recommended("qwen3-30b-a3b", BIG, train__micro_batch="4")
     summed = {"train__micro_batch": "1", "train__gradient_accumulation": "4"}
     cut = planned("qwen3-30b-a3b", BIG, gpus="1", **summed)
-    again = recommend(cut.spec, BIG, 1)
+    again = recommend(cut.spec, BIG)
     assert (roomy.recommended, cut.fits, again.recommended) == (True, False, True)
     assert again.spec.gradient_accumulation_steps == 1
     assert rate_of(again) > 0.97 * rate_of(roomy)

@@ -57,12 +57,12 @@ def test_a_step_trains_half_the_sequences_and_waits() -> None:
 
 
 def test_sharing_is_recommended_where_only_it_fits() -> None:
-    plan = recommend(long_spec(LONG, gpus=4), H200S, 4)
+    plan = recommend(long_spec(LONG, gpus=4), H200S)
     assert (plan.fits, plan.tokens_per_step) == (True, 4 * LONG)
     shared = only(plan.reasons, SequencesShared)
     assert plan.spec.train.sequence_parallel == shared.ranks > shared.given == 1
     assert make_plan(plan.spec, H200S).gpu_bytes == plan.gpu_bytes
-    assert not facts_of(recommend(long_spec(65_536, gpus=4), H200S, 4).reasons, SequencesShared)
+    assert not facts_of(recommend(long_spec(65_536, gpus=4), H200S).reasons, SequencesShared)
 
 
 def test_sharing_is_a_remedy_with_the_tokens_of_a_step_unchanged() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.fit import _Demand, _judge, best, target_of
 from so_tui.plan.notes import (
@@ -163,12 +164,12 @@ def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
 
 
 def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
-    plan = recommend(long_spec(1_048_576, "llama-3.1-8b"), BIG, 1)
+    plan = recommend(long_spec(1_048_576, "llama-3.1-8b"), BIG)
     assert not plan.fits
     (change,) = only(plan.remedies, FitsHere).changes
     assert change.key == "data.sequence_length"
     assert isinstance(change.after, int)
-    assert recommend(long_spec(change.after, "llama-3.1-8b"), BIG, 1).fits
+    assert recommend(long_spec(change.after, "llama-3.1-8b"), BIG).fits
 
 
 def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
@@ -197,6 +198,18 @@ def test_a_needless_ratio_is_priced() -> None:
     plan = planned("qwen3-4b-random", H200, offload__ratio="1.0", **OFFLOADED)
     faster = only(plan.warnings, FasterOffload)
     assert faster.step_s < faster.given_step_s == plan.step_s
+
+
+def test_the_ratio_proposed_does_not_depend_on_the_given_mode() -> None:
+    """ZeRO-Offload counts sub-groups, and what is proposed in its place does not."""
+    machine = named_machine("gb200-4")
+    sizes = {"gpus": "1", "model__activation_checkpointing": "selective"}
+    proposed = {
+        best(spec, target_of(spec, machine)).spec.offload.ratio
+        for mode in ("zerooffload", "superoffload")
+        for spec in [spec_of("gpt-oss-20b", offload__mode=mode, **sizes)]
+    }
+    assert len(proposed) == 1
 
 
 def test_a_memory_limit_of_the_session_counts() -> None:

@@ -51,14 +51,15 @@ def sizes(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
 def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> None:
     before, after = where_they_are(offload__ratio=ratio)
-    layout, layer = after.layout, after.target.profile.largest_layer
+    layout, profile = after.layout, after.target.profile
+    layer = profile.largest_layer
     moved = 2 * layout.cpu_numel
     assert sizes(before, "weights") == [("gpu", 2 * layout.numel)]
     assert not sizes(before, "host-weights") + sizes(before, "fetched-weights")
     assert sizes(after, "host-weights") == [("node", moved)]
     assert sizes(after, "weights") == ([("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else [])
     ((place, fetched),) = sizes(after, "fetched-weights")
-    held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + layout.largest_parameter
+    held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + profile.largest_parameter
     assert place == "gpu"
     assert fetched == pytest.approx(1.2 * 2 * held)
     assert moved - 1.1 * fetched < before.demand.gpu_bytes - after.demand.gpu_bytes < moved
@@ -79,9 +80,9 @@ def test_zero_offload_keeps_all_weights_there() -> None:
 
 def test_each_of_several_ranks_fetches_its_shards() -> None:
     found = assessed(gpus="2", offload__ratio="1", **ON_HOST)
-    layer, layout = found.target.profile.largest_layer, found.layout
+    layout, profile = found.layout, found.target.profile
     assert sizes(found, "host-weights") == [("node", 2 * layout.numel)]
-    share = max(live_parameters(layer, 2), layout.largest_parameter) / 2
+    share = max(live_parameters(profile.largest_layer, 2), profile.largest_parameter) / 2
     ((_, fetched),) = sizes(found, "fetched-weights")
     assert fetched == pytest.approx(1.2 * 2 * share, rel=1e-6)
 

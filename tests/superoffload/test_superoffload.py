@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.shape import Parameter
+from so_tui.model.profile import Parameter
 from so_tui_trainer.model.build import _set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from so_tui.model.shape import DeviceRule, Parameter, StateLayout, assign_devices, cut
+from so_tui.model.profile import DeviceRule, Parameter, StateLayout, _assign_devices, _cut
 
 
 def layout_of(
@@ -15,9 +15,7 @@ def layout_of(
     rule: DeviceRule = "so-tui",
 ) -> StateLayout:
     """Return the layout of a parameter list in the optimizer's order."""
-    numels = [parameter.numel for parameter in parameters]
-    rows = cut(parameters, ranks, sub_group_size)
-    return assign_devices(rows, sum(numels), max(numels), ranks, ratio, rule)
+    return _assign_devices(_cut(parameters, ranks, sub_group_size), ranks, ratio, rule)
 
 
 def on_gpu(layout: StateLayout) -> int:

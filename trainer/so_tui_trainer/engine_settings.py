@@ -8,10 +8,8 @@ import sys
 
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
-from so_tui.model.profile import profile_of
-from so_tui.model.shape import WEIGHT_BYTES
+from so_tui.model.profile import WEIGHT_BYTES, profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
-from so_tui.plan.placement import own_engine
 from so_tui.plan.plan import HOST_MARGIN, NOTHING_OPTIONAL, OptionalMemory, RankBinding
 from so_tui.spec.run_spec import RunSpec, StatesFormat
 from superoffload.errors import OffloadError
@@ -63,7 +61,7 @@ def engine_settings(
 
 def states_format(spec: RunSpec) -> StatesFormat:
     """Return the format of a run's moments in host memory: DeepSpeed's optimizers have one only."""
-    return spec.offload.states if own_engine(spec) else "fp32"
+    return spec.offload.states if spec.offload.own_engine else "fp32"
 
 
 def _room_bytes(spec: RunSpec) -> int:

@@ -94,7 +94,7 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
         return None
     split = data.evaluation_split or data.split
     if data.evaluation:
-        return replace(spec, data=replace(data, source=data.evaluation, subset="", split=split))
+        return spec.changed("data", source=data.evaluation, subset="", split=split)
     # The split of the section then applies to all sources, including those that train on a split of
     # their own.
     sources = (
@@ -102,7 +102,7 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
         if isinstance(data.source, tuple)
         else data.source
     )
-    return replace(spec, data=replace(data, source=sources, split=split))
+    return spec.changed("data", source=sources, split=split)
 
 
 @dataclass(frozen=True)

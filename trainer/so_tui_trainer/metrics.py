@@ -353,9 +353,8 @@ def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: Ste
         flops,
         counts.computed_tokens,
         lengths,
-        checkpointing=spec.model.repeats_products,
-        attention_recomputed=spec.model.repeats_attention,
-        tiled=in_tiles(spec.model, shape, spec.micro_batch_tokens),
+        policy=spec.model.policy,
+        tiled=in_tiles(spec, shape),
     )
     executed -= 6.0 * flops.head_parameters * (counts.computed_tokens - counts.trained_tokens)
     micro_batches = spec.gradient_accumulation_steps * spec.ranks

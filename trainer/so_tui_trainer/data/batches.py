@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from so_tui.model.shape import computed_tokens
+from so_tui.model.flops import computed_tokens
 from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layer_kinds, recurrent_kinds

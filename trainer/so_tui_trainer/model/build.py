@@ -10,11 +10,6 @@ import torch
 
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
-    offloads_inputs,
-    offloads_results,
-    policy_of,
-    result_bytes,
-    tiles_mlp,
 )
 from so_tui.model.shape import architecture
 from so_tui.spec import InputError, ModelSpec, RunSpec
@@ -143,9 +138,9 @@ def build(
     if spec.model.kernels == "auto":
         fused.install_kernels(causal)
     checkpointing.install(
-        causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device)
+        causal, spec.model.policy, _host_activations(causal, spec, implementation, device)
     )
-    if tiles_mlp(spec.model) and not fused.install_tiles(causal, MLP_TILE_TOKENS):
+    if spec.model.tiles_mlp and not fused.install_tiles(causal, MLP_TILE_TOKENS):
         raise reject(
             "nothing-to-tile",
             "model.tiled_mlp",
@@ -164,17 +159,17 @@ def build(
 def _host_activations(
     causal: PreTrainedModel, spec: RunSpec, implementation: str, device: torch.device
 ) -> HostActivations | None:
-    if not offloads_inputs(spec.model) and not offloads_results(spec.model):
+    if not spec.model.offloads_inputs and not spec.model.offloads_results:
         return None
     layers = len(checkpointing.checkpointed_layers(causal))
     tokens, text = spec.micro_batch_tokens, causal.config.get_text_config()
     inputs, results = None, list[Room]()
-    if offloads_inputs(spec.model):
+    if spec.model.offloads_inputs:
         inputs = Room(layers, tokens * text.hidden_size * causal.dtype.itemsize)
     # Other implementations compute attention again.
-    if offloads_results(spec.model) and attention.takes_boundaries(implementation):
+    if spec.model.offloads_results and attention.takes_boundaries(implementation):
         shape = architecture(spec.model.config)
-        results = [Room(layers - shape.other_layers, tokens * size) for size in result_bytes(shape)]
+        results = [Room(layers - shape.other_layers, tokens * size) for size in shape.result_bytes]
     return HostActivations(inputs, results, device)
 
 

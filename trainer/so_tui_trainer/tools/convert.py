@@ -60,7 +60,7 @@ def convert(request: Answer) -> Iterator[Answer]:
 def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     import so_tui
     import superoffload
-    from so_tui.model.shape import trainable
+    from so_tui.model.profile import trainable
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer.checkpoint_folder import Found, optimizer_folder
     from so_tui_trainer.export import ExportMarker, refuse_foreign, refuse_without_room, replacing
@@ -101,7 +101,7 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 
 def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
-    from so_tui.model.shape import trainable
+    from so_tui.model.profile import trainable
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.directory import run_id
     from so_tui_trainer import checkpoint_folder
