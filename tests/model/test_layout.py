@@ -98,16 +98,6 @@ def test_a_spec_without_a_table_is_an_input_error() -> None:
         profile_of(ModelSpec(id="x"))
 
 
-def test_a_profile_is_made_once_for_a_model_and_its_layouts_once() -> None:
-    profile = profile_of(model())
-    # Recomputation is no property of the model.
-    assert profile_of(model(activation_checkpointing="none")) is profile
-    layout = profile.layout(2, offload())
-    assert profile.layout(2, offload()) is layout
-    whole = profile.layout(2, offload(0.0)).gpu_numel
-    assert profile.gpu_numel(2, offload(), 0.0) == whole > 0
-
-
 def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
     profile = profile_of(model())
     largest = profile.largest_layer, profile.largest_layer_tensor, profile.largest_parameter

@@ -219,20 +219,6 @@ def test_only_zero_second_moments_are_rounded_to_zero() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", PRECISION)
-def test_what_was_decoded_is_encoded_without_rounding(moments: Moments) -> None:
-    segments = (Segment(1000, 77, 1), Segment(333, 0, 2), Segment(NUMEL, 77, 3))
-    states = States(moments, segments)
-    for number in range(1, 4):
-        states.run(number, gradients(states.numel, number))
-    before = states.found()
-    states.set_moments(*(np.zeros(states.numel, np.float32) for _ in range(2)))
-    assert not states.found()[1].any()
-    states.set_moments(*before[1:])
-    assert same(states.found(), before)
-
-
-@pytest.mark.slow
 def test_every_code_is_decoded_and_encoded_exactly() -> None:
     """Alone in its block, and beside all others."""
     pairs = np.arange(256 * 256)
@@ -266,21 +252,6 @@ def test_extreme_moments_keep_what_they_are_and_change_no_other(moments: Moments
         states.set_moments(-first, first)
         _, *found = states.found()
         assert (found[0][7], found[1][7]) == (-extreme, extreme)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", PRECISION)
-def test_a_speculative_step_has_the_bits_of_a_step_in_place(moments: Moments) -> None:
-    states = States(moments, (Segment(1000, 77, 1), Segment(NUMEL, 0, 3)), speculating=True)
-    for number in range(1, 4):
-        states.run(number, gradients(states.numel, number))
-    before = states.found()
-    states.run(4, gradients(states.numel, 4), Operation.SPECULATE)
-    speculated = states.found(1)
-    assert same(states.found(), before)
-    states.run(4, gradients(states.numel, 4))
-    assert same(states.found(), speculated)
-    assert not same(states.found(), before)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import superoffload
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
-from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
+from superoffload.steps import GradientNorm, clip_factor
 from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
-from superoffload.worker import GradientSource, Operation
 from tests.support.problems import coded
 
 
@@ -67,19 +65,6 @@ def arrivals() -> _Arrivals:
         for names in ("ab", "c")
     ]
     return _Arrivals(groups, accumulation_steps=2)
-
-
-def test_a_sub_group_is_complete_with_its_last_gradient(arrivals: _Arrivals) -> None:
-    assert not arrivals.has_begun
-    add(arrivals, (0, 1))
-    assert (arrivals.has_begun, arrivals.is_complete(0)) == (True, False)
-    add(arrivals, (0, 0))
-    assert (arrivals.is_complete(0), arrivals.is_complete(1)) == (True, False)
-    add(arrivals, (1, 0))
-    arrivals.end_micro_batch(1)
-    assert (arrivals.micro_batch, arrivals.is_complete(0)) == (1, False)
-    arrivals.begin_step()
-    assert not arrivals.has_begun
 
 
 def test_missing_and_second_gradients_are_refused(arrivals: _Arrivals) -> None:
@@ -136,40 +121,3 @@ def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
     meter.leave_out_waits()
     meter.end_step()
     assert meter.stats().exposed_in_forward_s == 0.0
-
-
-EARLY, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.NORM_KNOWN
-SPECULATIVE = StepTime.SPECULATIVE
-STEP, SPECULATE, ACCUMULATE = Operation.STEP, Operation.SPECULATE, Operation.ACCUMULATE
-STAGING, SUM = GradientSource.STAGING, GradientSource.ACCUMULATED
-BOTH = GradientSource.ACCUMULATED_AND_STAGING
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "clipping", "speculates", "time", "is_read", "operations", "sources"),
-    [
-        (1, 0.0, False, EARLY, False, (None, STEP), (STAGING, STAGING)),
-        (1, 1.0, False, HELD_BACK, True, (None, None), (STAGING, STAGING)),
-        (1, 1.0, True, SPECULATIVE, True, (None, SPECULATE), (STAGING, STAGING)),
-        (3, 0.0, False, EARLY, True, (ACCUMULATE, STEP), (STAGING, BOTH)),
-        (3, 1.0, False, HELD_BACK, True, (ACCUMULATE, ACCUMULATE), (SUM, SUM)),
-        (3, 1.0, True, SPECULATIVE, True, (ACCUMULATE, SPECULATE), (STAGING, BOTH)),
-    ],
-)
-def test_step_policy_of_clipping_accumulation_and_speculation(
-    accumulation: int,
-    clipping: float,
-    speculates: bool,
-    time: StepTime,
-    is_read: bool,
-    operations: tuple[Operation | None, Operation | None],
-    sources: tuple[GradientSource, GradientSource],
-) -> None:
-    """Operations before the boundary and at it; sources in the first micro-batch and a later."""
-    policy = StepPolicy.of(accumulation, clipping)
-    if speculates:
-        policy = replace(policy, step_time=SPECULATIVE)
-    assert policy.step_time is time
-    assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
-    assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations
-    assert (policy.gradient_source(0), policy.gradient_source(2)) == sources

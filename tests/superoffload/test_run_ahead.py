@@ -15,7 +15,6 @@ from deepspeed.utils import set_z3_leaf_module
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.engine import _compiled_when_called
 from superoffload.transfers import RunAheadLimiter
-from tests.support.python_path import printed
 
 
 class _Events:
@@ -102,28 +101,6 @@ def test_what_is_gathered_or_copied_counts(
     assert fetched == [True] * 5
     assert events.waited == ([0, 1, 2] if limited else [])
     assert limited or next(events.numbers) == 0
-
-
-MUON = """
-import sys, torch
-compiled = []
-torch.compile = lambda function: compiled.append(function) or function
-from superoffload.deepspeed_adapter.engine import import_muon
-early = "deepspeed.runtime.zero.muon.original_muon" in sys.modules  # versions before 0.19 import it themselves
-import_muon()
-from deepspeed.runtime.zero.muon import original_muon
-assert early or not compiled, compiled
-step = original_muon.zeropower_via_newtonschulz5(torch.eye(4), 5)
-assert step.shape == (4, 4)
-assert len(compiled) >= 1
-from deepspeed.runtime import compiler
-assert compiler.compile() is torch.compile, "as it was"
-"""  # noqa: E501
-
-
-@pytest.mark.slow
-def test_muon_is_compiled_when_it_is_called() -> None:
-    printed("-c", MUON)
 
 
 def test_a_function_is_compiled_once_at_its_first_call() -> None:

@@ -16,7 +16,7 @@ from benchmarks.architecture_models import KINDS, MULTIMODAL, of_kind
 from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import attention, checkpointing
+from so_tui_trainer.model import attention
 from so_tui_trainer.model.build import _refuse_unlisted, build
 from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.trained import TrainedModel
@@ -39,7 +39,7 @@ from tests.support.models import (
     scaled_down,
 )
 from tests.support.problems import refusal, rejected
-from tests.support.small_training import SHAPE, Trained, agree, trained
+from tests.support.small_training import Trained
 
 
 @pytest.mark.parametrize(
@@ -166,24 +166,6 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
     assert loss_found == pytest.approx(expected, rel=1e-6)
     are_close(ours, theirs, 1e-4, 1e-6)
     assert tokens[1] < tokens[0]
-
-
-@pytest.mark.parametrize(
-    ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 1)]
-)
-def test_sink_attention_is_kept_with_activations(
-    policy: checkpointing.Policy, repeated: int
-) -> None:
-    calls: list[int] = []
-
-    def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        return PLAIN.forward(*arguments)
-
-    noted = PLAIN._replace(forward=counted)
-    found = trained(policy, "gpt_oss", with_kernels=noted)
-    assert len(calls) == (1 + repeated) * SHAPE["num_hidden_layers"]
-    agree(found, trained("none", "gpt_oss", with_kernels=PLAIN), 1e-5, 1e-7)
 
 
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")

@@ -204,11 +204,6 @@ def test_a_bad_row_in_another_process_is_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_processes_follow_cores_and_rows() -> None:
-    assert tokens._processes_for(100) == 1
-    assert tokens._processes_for(10_000_000) == min(len(os.sched_getaffinity(0)), 32)
-
-
 def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
     old, new = tmp_path / "cache" / "abc.partial-1", tmp_path / "cache" / "abc.partial-2"
     old.mkdir(parents=True)

@@ -138,13 +138,12 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
     assert mixture(*own, gate).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("limit", [7.0, 1000.0])
-def test_another_limit_than_gpt_oss_is_left_alone(limit: float) -> None:
+def test_another_limit_than_gpt_oss_is_left_alone() -> None:
     class Limited(GptOssExperts):
         def __init__(self) -> None:
             config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS)
             super().__init__(config)  # type: ignore[no-untyped-call]
-            self.limit = limit
+            self.limit = 7.0
             del self.alpha
 
         def _apply_gate(self, gate_up: Tensor) -> Tensor:

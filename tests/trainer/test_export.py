@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 
-from so_tui.launch.helper_jobs import ExportProgress, in_steps
-from so_tui.runs import RunDirectory, create_run, read_spec
-from so_tui.runs.directory import run_id
+from so_tui.launch.helper_jobs import ExportProgress
+from so_tui.runs import RunDirectory, read_spec
 from so_tui.spec import InputError, ModelSpec, RunSpec
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import (
     ExportMarker,
-    Stage,
     export,
     of_checkpoint,
     refuse_foreign,
@@ -322,12 +318,6 @@ def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.9 * written < last.total_bytes <= written
 
 
-def test_a_folder_that_has_its_name_already_is_written(tmp_path: Path) -> None:
-    stage = Stage()
-    stage.write(tmp_path / "renamed", {"weight": torch.zeros(8, dtype=torch.bfloat16)})
-    assert stage.done_bytes() == stage.total_bytes == 16
-
-
 def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5)
     may_end, done = threading.Event(), threading.Event()
@@ -344,48 +334,6 @@ def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
         return known
 
     assert list(with_newest(run, read_spec(run), "exporting", work, progress))[-1] == {"done": True}
-
-
-def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
-    def at(doing: Literal["reading", "writing"], *done: int) -> list[ExportProgress]:
-        return [ExportProgress(doing=doing, done_bytes=each, total_bytes=1000) for each in done]
-
-    (end,) = at("writing", 1000)
-    read = at("reading", *range(0, 1001, 5))
-    given: list[ExportProgress | str] = ["exporting step 5", *read, *at("writing", 0, 50, 1000)]
-    given += [end, "done", end, "done"]
-    assert list(in_steps(iter(given), 10)) == [
-        "exporting step 5",
-        *at("reading", *range(0, 1001, 100)),
-        *at("writing", 0, 1000),
-        "done",
-        "done",
-    ]
-
-
-@pytest.mark.slow
-def test_without_a_network_what_is_in_the_hubs_cache_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compute nodes have none, and every look-up would wait half a minute for it."""
-    cached = tmp_path / "hub" / "models--someone--chat"
-    chat = chat_model(cached / "snapshots" / "0123")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123")
-    spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
-    run = create_run(spec, tmp_path / "runs")
-    model: Any = causal_model(AutoConfig.from_pretrained(chat), dtype=torch.float32)
-    checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    asked = json.dumps({"run": str(run.path), "to": str(tmp_path / "model")})
-    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
-    assert "Retrying" not in done.stderr
 
 
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ from so_tui.model.shape import architecture
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import attention, checkpointing
 from so_tui_trainer.model.checkpointing import HostActivations, Room
-from so_tui_trainer.model.config import load_config
 from tests.support.attention import PLAIN
-from tests.support.models import another, causal_model
 from tests.support.problems import coded
 from tests.support.small_training import (
     EXPERTS,
@@ -155,28 +153,6 @@ def test_only_what_the_last_layer_keeps_stays_on_the_gpu() -> None:
     assert not any(storage() for storage in inputs + results)
 
 
-def test_backward_fetches_one_layer_ahead() -> None:
-    """Its input before that layer's attention, its results once that layer has taken its own."""
-    causal: Any = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
-    layers, seen = SHAPE["num_hidden_layers"], list[str]()
-    widths = {SHAPE["hidden_size"]: "input", SHAPE["head_dim"]: "result"}
-
-    def note(operation: Any, arguments: Any, _result: Any) -> None:
-        if operation is torch.ops.aten.copy_.default:
-            seen.append(widths.get(arguments[0].shape[-1], "log-sum-exp"))
-
-    for layer in causal.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda *_: seen.append("attention"))
-        layer.mlp.register_forward_pre_hook(lambda *_: seen.append("mlp"))
-    each = ["input", "attention", "result", "log-sum-exp", "mlp"]
-    with Watching(note):
-        loss = forward(causal)
-        assert seen[: 5 * layers] == each * layers
-        seen.clear()
-        torch.autograd.backward(loss)
-    assert seen == each * (layers - 1) + ["attention", "mlp"]
-
-
 def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
     causal = model_of("none", "qwen3", with_kernels=PLAIN)
     rooms = [Room(SHAPE["num_hidden_layers"], 1 << 20), Room(1, 1 << 20), Room(1, 1 << 20)]
@@ -259,21 +235,6 @@ def test_selective_repeats_no_matrix_product(
     products = products_of_a_step(model_of(policy, "qwen3", fused=()))
     layers = SHAPE["num_hidden_layers"]
     assert products == {"forward": 7 * layers, "backward": (14 + repeated) * layers}
-
-
-@pytest.mark.parametrize(("kind", "every"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
-@pytest.mark.parametrize("policy", ["selective", "full"])
-def test_the_last_product_of_odd_layers_is_not_repeated(
-    policy: checkpointing.Policy, kind: str, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Falcon-H1 lists its feed-forward block first; HunYuan's knows its layer's number."""
-    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-    causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
-    checkpointing.install(causal, policy)
-    products = products_of_a_step(causal)
-    layers = len(checkpointing.checkpointed_layers(causal))
-    repeated = every - 1 if policy == "full" else 0
-    assert products == {"forward": every * layers, "backward": (2 * every + repeated) * layers}
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)

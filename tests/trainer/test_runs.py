@@ -72,13 +72,6 @@ def test_figures_of_steps_agree_and_the_loss_falls(finished_run: RunDirectory) -
         assert step.gpu_memory_peak_bytes is None
 
 
-def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
-    saved = [record.step for record in of_kind(finished_run, CheckpointRecord)]
-    assert saved == [5, 10, 12]
-    left = sorted(path.name for path in finished_run.checkpoints_dir.iterdir())
-    assert left == ["run.json", "step-000010", "step-000012"]
-
-
 def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_path: Path) -> None:
     """The weights come from the hub's cache, on a node without a network."""
     cached = tmp_path / "hub" / "models--someone--tiny"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -56,54 +54,6 @@ def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
         module for layer in checkpointing.checkpointed_layers(causal) for module in layer.children()
     ]
     return [module for module in children if type(module).__name__.endswith("Norm")]
-
-
-@pytest.mark.parametrize(("model_type", "norms"), [("qwen3", 2), ("gemma3_text", 4)])
-def test_norms_in_tiles_are_the_same_to_the_bit(model_type: str, norms: int) -> None:
-    """Also in the last tile, which has fewer tokens."""
-    causal = model_of("full", model_type, fused=())
-    found = norms_of(causal)
-    assert len(found) == norms * SHAPE["num_hidden_layers"]
-    hidden, sizes = torch.randn(1, TOKENS, SHAPE["hidden_size"]), list[int]()
-
-    def noted(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        sizes.append(hidden.shape[1])
-        return run(hidden)
-
-    for norm in found:
-        torch.nn.init.normal_(norm.get_parameter("weight"))
-    expected = [norm(hidden) for norm in found]
-    for norm in found:
-        norm.forward = partial(noted, norm.forward)
-    kernels.install_tiles(causal, 100)
-    assert all(map(torch.equal, [norm(hidden) for norm in found], expected))
-    assert sizes == [100, 100, TOKENS - 200] * len(found)
-
-
-@pytest.mark.parametrize(("model_type", "fused"), [("qwen3", (kernels.NORM,)), ("gpt2", ())])
-def test_norms_that_are_one_kernel_stay_whole(model_type: str, fused: tuple[str, ...]) -> None:
-    causal = model_of("full", model_type, fused=fused)
-    before = [norm.forward for norm in norms_of(causal)]
-    assert kernels.install_tiles(causal, 100) == SHAPE["num_hidden_layers"]
-    assert [norm.forward for norm in norms_of(causal)] == before
-    assert len(before) == 2 * SHAPE["num_hidden_layers"]
-
-
-@pytest.mark.parametrize("policy", ["full", "attention"])
-def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: checkpointing.Policy) -> None:
-    found = []
-    for tile in (0, 100):
-        causal = model_of(policy, "qwen3", tile=tile, fused=())
-        for norm in norms_of(causal):
-            norm.requires_grad_(False)
-        torch.autograd.backward(forward(causal))
-        found.append({name: parameter.grad for name, parameter in causal.named_parameters()})
-    whole, cut = found
-    frozen = [name for name, gradient in cut.items() if gradient is None]
-    assert frozen == [name for name, gradient in whole.items() if gradient is None]
-    assert len(frozen) == 2 * SHAPE["num_hidden_layers"]
-    for name in whole.keys() - set(frozen):
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])

@@ -107,13 +107,6 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     assert (found.by_step, found.largest) == ((0.0, None), None)
 
 
-def test_compared_losses_of_an_edited_report_are_shown_by_key() -> None:
-    agreement = (reports.LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
-    report = replace(EMPTY, outcomes=(trained("gpu", (8.0,)),), agreement=agreement)
-    ((title, reference, *_),) = show.agreement_rows(report)
-    assert (title, reference) == ("gone", report.outcomes[0].title)
-
-
 def test_losses_of_many_steps_have_a_figure_of_their_own() -> None:
     """And no speed."""
     every = {"losses-gpu": 6.0, "losses-1": 6.0, "losses-2": None}

@@ -120,14 +120,6 @@ def test_losses_of_many_steps_on_every_gpu_count(gpus: int, counts: list[int]) -
     assert {spec.train.gradient_clipping for spec in specs} == {1.0}
 
 
-def test_most_telling_parts_come_first() -> None:
-    parts = list(_parts_of(QUAD, 1))
-    names = [one.key for one in parts]
-    assert names[:4] == ["gpu", "ours", "unbound", "wrong-node"]
-    compiled = next(at for at, one in enumerate(parts) if one.needs_deepspeeds_adam)
-    assert names[compiled - 1] == "losses-1"
-
-
 def test_as_published_is_deepspeeds_block() -> None:
     left_out, explicit = (
         ds_config(make_plan(_spec_of(SHAPE, part(key)), QUAD))
