@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.model.shape import StateLayout, sub_groups_on_gpu
-from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
+from so_tui.model.sharding import gpu_sub_groups
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
 from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
@@ -37,15 +37,6 @@ def offload(ratio: float = 0.9, sub_group_size: int = 1000, **changes: object) -
 
 def state_layout(ranks: int, given: OffloadSpec) -> StateLayout:
     return profile_of(model()).layout(ranks, given)
-
-
-def test_sub_groups_cover_the_list_in_order_and_reach_the_size() -> None:
-    numels = [5, 1, 7, 2, 2, 9, 1]
-    slices = sub_group_slices(numels, 6)
-    assert [index for start, stop in slices for index in range(start, stop)] == list(
-        range(len(numels))
-    )
-    assert all(sum(numels[start:stop]) >= 6 for start, stop in slices[:-1])
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,16 @@ from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
 from tests.support.problems import coded
 
 
+def group_of(*names: str) -> SubGroup:
+    """Return a sub-group on the host, of parameters with one element each."""
+    offsets, places = tuple(range(len(names))), (0,) * len(names)
+    weights = torch.zeros(len(names))
+    return SubGroup(weights, 0, names, offsets, on_gpu=False, places=places, first_use=0)
+
+
 def norm_of_two(*others: float) -> GradientNorm:
     """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
-    groups = [
-        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False, places=(0,), first_use=0)
-        for name in ("first", "second")
-    ]
+    groups = [group_of("first"), group_of("second")]
 
     def all_reduce(squares: torch.Tensor) -> None:
         squares += torch.tensor(others, dtype=squares.dtype)
@@ -49,25 +53,10 @@ def add(arrivals: _Arrivals, *places: tuple[int, int]) -> None:
         arrivals.add(Gradient(sub_group, member, torch.zeros(1)))
 
 
-@pytest.fixture
-def arrivals() -> _Arrivals:
-    """Two members of one sub-group, and one of another."""
-    groups = [
-        SubGroup(
-            torch.zeros(len(names)),
-            0,
-            tuple(names),
-            tuple(range(len(names))),
-            on_gpu=False,
-            places=(0,) * len(names),
-            first_use=0,
-        )
-        for names in ("ab", "c")
-    ]
-    return _Arrivals(groups, accumulation_steps=2)
-
-
-def test_missing_and_second_gradients_are_refused(arrivals: _Arrivals) -> None:
+def test_missing_and_second_gradients_are_refused() -> None:
+    """Of two members of one sub-group, and one of another."""
+    groups = [group_of("a", "b"), group_of("c")]
+    arrivals = _Arrivals(groups, accumulation_steps=2)
     add(arrivals, (0, 0))
     named = r"2 trainable parameters .* step 7, micro-batch 1: b, c\."
     with coded(superoffload.OffloadError, "missing-gradient", match=named):

@@ -95,14 +95,11 @@ def test_an_untrained_group_lends_its_options_to_no_other(
         frozen, trained = (group["params"] for group in support.parameter_groups(model))
         for parameter in frozen:
             parameter.requires_grad_(False)
-        groups = [{"params": trained, "weight_decay": 0.0}]
-        if preceded:
-            groups.insert(0, {"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3})
-        adamw = torch.optim.AdamW(groups, lr=1e-2)
+        before = {"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3}
+        groups = [*[before] * preceded, {"params": trained, "weight_decay": 0.0}]
+        given = {"optimizer": torch.optim.AdamW(groups, lr=1e-2), "config": support.ds_config(run)}
         with superoffload.replacing_optimizers(settings):
-            made, *_ = deepspeed.initialize(
-                model=model, optimizer=adamw, config=support.ds_config(run)
-            )
+            made, *_ = deepspeed.initialize(model=model, **given)
         try:
             support.train(made, support.batches(2))
             found.append(support.states(made))

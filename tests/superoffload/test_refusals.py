@@ -54,19 +54,6 @@ def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: li
         assert code_of(make, f" {name} = {value!r} ") == "settings"
 
 
-def test_settings_at_their_limits_are_possible() -> None:
-    superoffload.Settings(
-        learning_rate=0,
-        ratio=0,
-        beta1=0.0,
-        epsilon=0.0,
-        speculation_bytes=float("inf"),  # type: ignore[arg-type]
-        adam_cpus=range(2),  # type: ignore[arg-type]
-        watchdog_timeout_s=float("inf"),
-        seed=-1,
-    )
-
-
 def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:
     support.ensure_process_group()
     described = support.ds_config(support.spec("superoffload", clipping=1.0), torch.float32)

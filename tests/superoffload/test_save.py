@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import superoffload
-from so_tui.model.sharding import copied
 from tests.support import engine as support
 from tests.support.engine import ALL
 from tests.support.problems import coded
@@ -111,14 +110,3 @@ def test_copies_in_use_are_not_overwritten(tmp_path: Path) -> None:
             superoffload.verify_state(tmp_path / "first")
         superoffload.begin_save(made, tmp_path / "second").finish()
         superoffload.verify_state(tmp_path / "second")
-
-
-def test_copies_go_first_without_second_states() -> None:
-    for budget, expected in (
-        (60, (0, 1, 2, 3)),
-        (59, (0, 1, 2)),
-        (30, (0, 2)),
-        (19, (0,)),
-        (9, ()),
-    ):
-        assert copied([10, 10, 20, 20], (1, 3), budget) == expected

@@ -14,7 +14,6 @@ import superoffload
 from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates, host_available_bytes
 from superoffload.worker import MemorySize, Segment
 from tests.support.problems import coded
-from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
 
 
 def shared_states(numel: int) -> SharedStates:
@@ -27,21 +26,6 @@ def own_memory() -> list[str]:
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in (*links, *maps) if f"memfd:{STATES_MEMORY_NAME}" in line]
-
-
-def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
-    states = shared_states(4_000_000)
-    for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
-        view.fill_(1.0)  # pages are allocated on the first write
-    mapped = [line.split()[3] for line in own_memory() if len(line.split()) > 5]
-    assert mapped
-    device = SHARED_MEMORY.stat().st_dev  # room is counted by file system
-    assert f"{os.major(device):02x}:{os.minor(device):02x}" not in mapped
-    assert not files_in_shared_memory(os.getpid())
-    del view
-    states.close()
-    assert not own_memory()
-    assert not named_after(os.getpid())
 
 
 def test_more_than_the_host_has_is_refused() -> None:

@@ -147,27 +147,6 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
         build(packed, torch.device("cpu"), {})
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("name", ["qwen3-14b", "gpt-oss-20b"])
-def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) -> None:
-    """Loss and gradients, with far less padding."""
-    implementation = attention.register(PLAIN)
-    config = load_config(scaled_down(name))
-    causal = causal_model(config, dtype=torch.float32, attention=implementation)
-    rows = spec(data__sequence_length="128", data__packing=packing, train__micro_batch="4")
-    batches = Batches(documents(30), rows, 0)
-    found, tokens = [], []
-    for batches.end_to_end in (False, True):
-        batch = next(batches.micro_batches(1))
-        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
-        found.append(stepped(causal, loss))
-        tokens.append(batch.input_ids.numel())
-    (expected, theirs), (loss_found, ours) = found
-    assert loss_found == pytest.approx(expected, rel=1e-6)
-    are_close(ours, theirs, 1e-4, 1e-6)
-    assert tokens[1] < tokens[0]
-
-
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
 def test_the_widest_heads_decide() -> None:
     meta = meta_model(load_config(another("gemma4_text")))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +14,10 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers import GenerationConfig
 
 from so_tui.launch.helper_jobs import ExportProgress
-from so_tui.runs import RunDirectory, read_spec
+from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, ModelSpec, RunSpec
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import (
@@ -31,7 +29,6 @@ from so_tui_trainer.export import (
     replacing,
 )
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.tools.channel import with_newest
 from so_tui_trainer.tools.export import _export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
@@ -227,17 +224,6 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     keeps(replace(with_model(), model=base), model, kept, tmp_path)
 
 
-@pytest.mark.skipif("apertus" not in CONFIG_MAPPING, reason="older transformers do not have it")
-def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) -> None:
-    """Apertus stores two of its activation, which no initialisation of weights touches."""
-    shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
-    spec = with_model(config=shape)
-    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    states = model.state_dict()
-    kept = {name: tensor for name, tensor in model.named_buffers() if name in states}
-    keeps(spec, model, kept, tmp_path)
-
-
 def chat_model(folder: Path, **generation: object) -> Path:
     """A model's folder without weights, whose chat template ends answers with another token."""
     tokenizer: Any = load_tokenizer(tiny().model)
@@ -316,24 +302,6 @@ def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     last, written = progress[-1], (tmp_path / "model" / "model.safetensors").stat().st_size
     assert (last.doing, last.done_bytes) == ("writing", last.total_bytes)
     assert 0.9 * written < last.total_bytes <= written
-
-
-def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
-    run = run_with_checkpoints(tmp_path, 5)
-    may_end, done = threading.Event(), threading.Event()
-
-    def work(_: object) -> None:
-        may_end.wait(60)
-        done.set()
-
-    def progress() -> dict[str, object]:
-        known: dict[str, object] = {"done": done.is_set()}
-        may_end.set()  # the work ends while this is asked
-        assert done.wait(60)
-        time.sleep(0.05)
-        return known
-
-    assert list(with_newest(run, read_spec(run), "exporting", work, progress))[-1] == {"done": True}
 
 
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -128,14 +128,6 @@ def test_files_that_are_missing_cut_or_damaged_are_named(tmp_path: Path) -> None
     assert refusal(lambda: read_index(tmp_path)).code == "weights-damaged"
 
 
-def test_stored_elements_are_read_from_the_middle(tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.down_proj.weight"
-    weight = saved("qwen3-14b", tmp_path).get_parameter(name).detach()
-    stored = read_index(tmp_path)[name]
-    assert torch.equal(stored.read(), weight)
-    assert torch.equal(stored.elements(100, 333), weight.flatten()[100:333])
-
-
 @records_places
 def test_torch_saves_are_read_where_they_lie(tmp_path: Path) -> None:
     model = saved("llama-3.1-8b", tmp_path)

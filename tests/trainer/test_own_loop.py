@@ -39,23 +39,16 @@ def loop(folder: Path) -> list[float]:
     join_process_group(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     train = spec.train
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": train.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [each for each in model.parameters() if (each.dim() >= 2) == matrices]}
+        | {"weight_decay": train.weight_decay * matrices}
+        for matrices in (True, False)
     ]
-    settings = superoffload.Settings(
-        learning_rate=train.learning_rate,
-        beta1=train.beta1,
-        beta2=train.beta2,
-        epsilon=train.epsilon,
-        ratio=0.7,
-        speculation_bytes=1 << 40,
-    )
-    batch_size = {"train_micro_batch_size_per_gpu": train.micro_batch}
+    shared = {name: getattr(train, name) for name in ("learning_rate", "beta1", "beta2", "epsilon")}
+    settings = superoffload.Settings(**shared, ratio=0.7, speculation_bytes=1 << 40)
     config = ds_config("superoffload", train.gradient_clipping)
-    config |= batch_size | {"gradient_accumulation_steps": 1}
+    config |= {"train_micro_batch_size_per_gpu": train.micro_batch}
+    config |= {"gradient_accumulation_steps": 1}
     engine, *_ = superoffload.initialize(model, groups, settings, config)
     losses = []
     for step in range(1, STEPS + 1):

@@ -25,7 +25,6 @@ from tests.support.small_training import (
     EXPERTS,
     MIXTURES,
     PRODUCTS,
-    QUERIES,
     SHAPE,
     Watching,
     agree,
@@ -98,32 +97,6 @@ def test_activations_in_pinned_memory_change_nothing_on_a_gpu(
     """Their copies run beside the computation: one that came too late would leave other numbers."""
     options: dict[str, Any] = {"passes": 4, "device": "cuda", "with_kernels": with_kernels}
     agree(trained(policy, offloaded=True, **options), trained(policy, **options), 1e-4, 1e-6)
-
-
-@pytest.mark.gpu
-def test_activations_go_to_pinned_memory_on_their_own_stream() -> None:
-    causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
-    inputs: list[int] = []
-    to_host: list[int] = []
-    to_gpu: list[int] = []
-
-    def note(operation: Any, arguments: Any, _result: Any) -> None:
-        if torch.cuda.current_stream() == torch.cuda.default_stream():
-            return
-        if operation is torch.ops.aten.copy_.default:
-            target, source = arguments[:2]
-            assert (source if target.is_cuda else target).is_pinned()
-            (to_gpu if target.is_cuda else to_host).append(target.nbytes)
-
-    for layer in checkpointing.checkpointed_layers(causal):
-        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].nbytes))
-    with Watching(note):
-        torch.autograd.backward(forward(causal))
-    of_head = inputs[0] // SHAPE["hidden_size"]
-    sizes = [inputs[0], of_head * QUERIES, of_head * SHAPE["num_attention_heads"]]
-    layers = SHAPE["num_hidden_layers"]
-    assert to_host == sizes * layers
-    assert to_gpu == sizes * (layers - 1), "the last layer's are still on the GPU"
 
 
 def test_only_what_the_last_layer_keeps_stays_on_the_gpu() -> None:

@@ -179,10 +179,7 @@ CHANGED = "states-format-changed"
     [
         (FP32, FP32, NONE, []),
         (FP32, BF16, BOTH, [CHANGED]),
-        (FP32, INT8, BOTH, [CHANGED]),
         (INT8, FP32, NONE, [CHANGED]),
-        (INT8, INT8, NONE, []),
-        (BF16, BF16, BOTH, ["moments-rounded", "blocks-rounded-again"]),
         (INT8, INT8, BOTH, ["moments-rounded", "blocks-rounded-again"]),
         (ON_GPU, INT8, BOTH, [CHANGED]),
         (ON_GPU, FP32, NONE, []),

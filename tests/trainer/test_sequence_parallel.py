@@ -19,31 +19,6 @@ def batches_of(rank: int, ranks: int = 1, sequence_ranks: int = 1, **changes: st
     return found
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -> None:
-    once = {"train__gradient_accumulation": "1", "data__packing": packing}
-    whole = next(batches_of(0, 1, 1, **once).micro_batches(1))
-    parts = [next(batches_of(rank, ranks, ranks, **once).micro_batches(1)) for rank in range(ranks)]
-    ids, places, real = (
-        torch.cat([getattr(part, name) for part in parts], dim=1)
-        for name in ("input_ids", "position_ids", "real")
-    )
-    each = ids.shape[1] // ranks
-    assert {part.input_ids.shape for part in parts} == {(1, each)}
-    width = whole.input_ids.shape[1]
-    assert torch.equal(ids[:, :width], whole.input_ids[:, : ranks * each])
-    assert torch.equal(places[real], whole.position_ids[whole.real])
-    predictors = torch.cat([part.predictors + at * each for at, part in enumerate(parts)])
-    assert torch.equal(predictors, whole.predictors)
-    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    # Also where the target is the next part's first token.
-    assert torch.equal(ids.flatten()[predictors + 1], whole.targets)
-    for part in parts:
-        assert (part.is_part, part.longest) == (True, parts[0].longest)
-        assert int(part.boundaries[-1]) == ranks * each
-
-
 def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
     """Four ranks in two groups train what two ranks do with whole sequences."""
     groups = [batches_of(rank, 4, 2) for rank in range(4)]

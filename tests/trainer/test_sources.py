@@ -288,17 +288,6 @@ def test_an_unreadable_column_is_named(tmp_path: Path, content: str, row: int, c
     assert problem.message.startswith(f"column {column}: ")
 
 
-def test_an_unwritable_hub_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = "/proc/none/datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
-    for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
-        monkeypatch.delenv("HF_HOME", raising=False)
-        monkeypatch.setenv(variable, "/proc/none")
-        problem = source_refusal(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
-        assert (problem.code, problem.field, problem.value) == ("cache-unwritable", named, folder)
-
-
 def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
     problem = source_refusal(tmp_path / "absent.jsonl", tmp_path)
     assert problem.code == "data-source-missing"

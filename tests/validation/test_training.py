@@ -28,9 +28,6 @@ from tests.support.machines import x86
 
 QUAD = named_machine("gh200-quad-120")
 SHAPE = _shape_for(QUAD)
-GAPS = (8, 12, 20)
-GAP_DISTANCES = ((10, 20, 40), (20, 10, 40), (40, 40, 10))
-"""Distances from each of these nodes, in the order of the nodes."""
 
 
 def part(key: str) -> _Part:
@@ -92,20 +89,6 @@ def test_only_gpus_that_the_environment_shows_are_validated(
     assert {"machine", "rates"} <= found
     assert {"ours-2", "ours-4"} & found == ({"ours-2"} if gpus == 2 else set())
     assert {"gpu", "copies"} & found == ({"gpu", "copies"} if copies else set())
-
-
-def test_wrong_node_is_the_farthest() -> None:
-    plan = make_plan(_spec_of(SHAPE, part("ours")), QUAD)
-    (rank,) = plan.binding
-    home, near, far = (
-        replace(node, id=id, distances=row)
-        for node, id, row in zip(QUAD.cpu_nodes, GAPS, GAP_DISTANCES, strict=False)
-    )
-    machine = replace(QUAD, numa_nodes=(home, near, far))
-    (moved,) = _placed(
-        replace(plan, binding=(replace(rank, numa_node=home.id),)), machine, "wrong-node"
-    ).binding
-    assert moved.memory_policy.nodes == (far.id,)
 
 
 @pytest.mark.parametrize(("gpus", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4])])
