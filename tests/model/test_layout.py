@@ -1,12 +1,17 @@
-"""The one arithmetic: how states are cut over ranks, sub-groups and devices."""
+"""How states are cut over ranks, sub-groups and devices: by one arithmetic, which is DeepSpeed's."""
 
 from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.model.shape import StateLayout, sub_groups_on_gpu
-from so_tui.model.sharding import gpu_sub_groups
+from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
 from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
@@ -102,3 +107,42 @@ def test_forward_uses_sub_groups_by_products() -> None:
     spans = profile.compute_spans(1, 1)
     assert spans[0] == (0.0, 0.0), "the embedding takes no time"
     assert [round(end, 3) for _, end in spans[1:4]] == [0.333, 0.667, 1.0]
+
+
+def deepspeed_cut(optimizer_class: type, numels: list[int], sub_group_size: int) -> list[list[int]]:
+    optimizer = SimpleNamespace(
+        sub_group_size=sub_group_size, sub_group_to_param_num={}, max_grad_numel=0
+    )
+    shares = [SimpleNamespace(partition_numel=lambda numel=numel: numel) for numel in numels]
+    groups = optimizer_class._create_fp16_sub_groups(optimizer, shares)  # type: ignore[attr-defined]
+    return [[share.partition_numel() for share in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+        ("superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    ],
+)
+def test_sub_groups_are_those_of_deepspeed(module: str, name: str) -> None:
+    theirs = getattr(pytest.importorskip(f"deepspeed.runtime.{module}"), name)
+    for ranks in (1, 2, 3, 4):
+        chance = random.Random(ranks)
+        for size in (1, 64, 1000, 4096, 10**9):
+            numels = [
+                partition_numel(chance.choice((7, 64, 640, 1000, 4096)), ranks)
+                for _ in range(chance.randrange(1, 40))
+            ]
+            ours = [numels[start:stop] for start, stop in sub_group_slices(numels, size)]
+            assert ours == deepspeed_cut(theirs, numels, size)
+
+
+def test_a_partition_of_a_real_parameter_has_the_size_we_say() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.zero.partition_parameters").Init
+    for ranks in (1, 2, 3, 4):
+        init: Any = SimpleNamespace(_partition_world_size=lambda _, ranks=ranks: ranks)
+        init._padding_size = partial(theirs._padding_size, init)
+        for numel in (1, 7, 8, 9, 1000):
+            aligned = theirs._aligned_size(init, SimpleNamespace(ds_numel=numel))
+            assert aligned // ranks == partition_numel(numel, ranks)

@@ -396,26 +396,20 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "bytes_per_s", "whole_bytes"),
-    [(0.0, 1e9, 1 << 26), (0.0, 1e7, 1 << 20), (0.0, 1e12, 1 << 28), (1e-3, 1e10, 1 << 28)],
+    ("latency_s", "bytes_per_s", "whole_bytes"), [(0.0, 1e7, 1 << 20), (1e-3, 1e10, 1 << 28)]
 )
 def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
-    latency_s: float,
-    bytes_per_s: float,
-    whole_bytes: int,
-    single_rank: Ranks,
-    monkeypatch: pytest.MonkeyPatch,
+    latency_s: float, bytes_per_s: float, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    twelve = Ranks(0, 12, torch.device("cpu"), None)  # type: ignore[arg-type]
 
     def both_s(_ranks: Ranks, size: int) -> float:
         asked.append(size)
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
     monkeypatch.setattr(metrics, "_both_s", both_s)
-    assert metrics._measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
-        bytes_per_s, rel=0.05
-    )
+    assert metrics._measure_network_rate(twelve) == pytest.approx(bytes_per_s, rel=0.05)
     assert asked[-1] == whole_bytes
 
 
