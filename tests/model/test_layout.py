@@ -1,4 +1,4 @@
-"""How states are cut over ranks, sub-groups and devices: by one arithmetic, which is DeepSpeed's."""
+"""How states are cut over ranks, sub-groups and devices: by one arithmetic, DeepSpeed's."""
 
 from __future__ import annotations
 

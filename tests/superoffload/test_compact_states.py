@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 
 import superoffload
 from so_tui.model.sharding import StatesFormat
-from superoffload.checkpoint import Manifest, Rounded, SubGroupRecord, _rounded, saved_states
+from superoffload.checkpoint import Rounded, saved_states
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -83,30 +83,6 @@ def test_moments_from_the_gpu_are_rounded_once(states: StatesFormat, tmp_path: P
     for ratio, numel in ((1.0, on_gpu), (0.0, 0)):
         with support.offloading(ratio, states=states) as made:
             assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=numel)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "rounded"),
-    [
-        (("cpu", "cpu"), ("cpu", "cpu"), (2, 0)),
-        (("cpu", "cpu"), ("gpu", "cpu"), (1, 0)),
-        (("gpu", "cpu"), ("cpu", "cpu"), (1, 1200)),
-        (("gpu", "cpu"), ("gpu", "gpu"), (0, 0)),
-    ],
-)
-def test_blocks_are_counted_if_both_runs_have_them_on_host(
-    before: tuple[str, str], now: tuple[str, str], rounded: tuple[int, int]
-) -> None:
-    def manifest(rank: int, ranks: int, devices: tuple[str, str]) -> Manifest:
-        groups = tuple(
-            SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,))
-            for name, device in zip("ab", devices, strict=True)
-        )
-        known = {"deepspeed": "", "mode": "", "engine": "", "ratio": 1.0}
-        return Manifest(**known, rank=rank, ranks=ranks, sub_groups=groups)  # type: ignore[arg-type]
-
-    two = [manifest(rank, 2, before) for rank in range(2)]
-    assert _rounded(two, manifest(0, 1, now)) == Rounded(*rounded)
 
 
 @pytest.mark.parametrize("states", FORMATS)

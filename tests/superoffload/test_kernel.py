@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import stat
@@ -30,7 +29,6 @@ from superoffload.worker import (
     layout,
 )
 from tests.support.problems import coded
-from tests.support.python_path import checkout_path, printed
 
 Floats = npt.NDArray[np.float32]
 
@@ -282,26 +280,6 @@ def test_other_parameters_steps_and_elements_round_differently() -> None:
     assert 0.2 < (base == base[0]).mean() < 0.8
     for other in (first(6, 1), first(5, 2), np.roll(base, 1)):
         assert 0.3 < (other == base).mean() < 0.7
-
-
-def print_digests() -> None:
-    for moments in PRECISION:
-        states = States(moments)
-        for number in (1, 2, 3):
-            states.run(number, gradients(NUMEL, number))
-        print(hashlib.sha256(b"".join(each.tobytes() for each in states.found())).hexdigest())
-
-
-@pytest.mark.slow
-def test_the_number_of_threads_changes_nothing() -> None:
-    code = f"from {__name__} import print_digests; print_digests()"
-    environment = os.environ | {"PYTHONPATH": checkout_path()}
-    one, three = (
-        printed("-c", code, env=environment | {"OMP_NUM_THREADS": threads}).splitlines()
-        for threads in ("1", "3")
-    )
-    assert one == three
-    assert len(set(one)) == 2
 
 
 @pytest.mark.slow

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import superoffload
@@ -71,21 +69,10 @@ def test_a_checkpoint_of_other_sub_groups_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "empty"), [(0.0, False), (1.0, True), (1.0, False)])
-def test_an_untrained_group_lends_its_options_to_no_other(
-    ratio: float, empty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSpeed before 0.19.1 counts only the groups that have some; later ones note places."""
-    original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
-
-    def without_places(optimizer: Any) -> Any:
-        groups = original(optimizer)
-        for group in groups:
-            group.pop("_ds_source_param_group_id", None)
-        return groups
-
-    monkeypatch.setattr(
-        DeepSpeedZeroOptimizer_Stage3, "_get_trainable_parameter_groups", without_places
-    )
+def test_an_untrained_group_lends_its_options_to_no_other(ratio: float, empty: bool) -> None:
+    """DeepSpeed before 0.19.1 (tests/system) counts only the groups that have some; later ones note
+    places.
+    """
     run = support.spec("superoffload", ratio)
     settings = engine_settings(run, support.binding())
     found: list[bytes] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,13 @@ from so_tui.cli import main
 from so_tui.launch.helper_jobs import from_deepspeed
 from so_tui.runs import RunDirectory, list_runs, read_state
 from so_tui.runs.directory import run_id
-from so_tui.runs.records import StepRecord
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import optimizer_folder
 from so_tui_trainer.tools.convert import convert
 from tests.support.engine import by_name
-from tests.support.launching import log, of_kind, start, tiny
+from tests.support.launching import tiny
 from tests.support.model_checkpoints import run_with_checkpoints
 from tests.support.problems import refusal
-from tests.support.shared_run import TWELVE_STEPS
 
 
 def silent(_message: str) -> None:
@@ -77,22 +74,3 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(
     assert list_runs(back) == ()
     assert main(f"{converted(run, tmp_path)} --as qwen3-14b".split()) == 2
     assert list_runs(back) == ()
-
-
-@pytest.mark.slow
-def test_converted_runs_resume_elsewhere(finished_run: RunDirectory, tmp_path: Path) -> None:
-    """SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed would read."""
-    run = RunDirectory(tmp_path / finished_run.name)
-    shutil.copytree(finished_run.path, run.path)
-    shutil.rmtree(run.checkpoints_dir / "step-000012")
-    converted(run, tmp_path, step=10)
-    spec = tiny(**TWELVE_STEPS, offload__mode="zerooffload", checkpoint__at_end="false")
-    made = from_deepspeed(tmp_path / "theirs", spec, tmp_path / "back", silent)
-    assert start(made, spec).wait(timeout=400) == 0, log(made)
-    before, after = (
-        {record.step: record.loss for record in of_kind(one, StepRecord)}
-        for one in (finished_run, made)
-    )
-    assert sorted(after) == [11, 12]
-    for step, loss in after.items():
-        assert loss == pytest.approx(before[step], rel=1e-3)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 
 from so_tui.launch.helper_jobs import ExportProgress
 from so_tui.runs import RunDirectory
@@ -192,6 +192,17 @@ def test_exports_load_silently_and_compute_the_same(
     assert torch.equal(from_checkpoint, wanted)
 
 
+def keeps(spec: RunSpec, model: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
+    """Assert that an export and a model of a checkpoint have tensors that are not trained."""
+    assert kept
+    loaded, info = load_pretrained(write_export(spec, model, folder))
+    assert not any(info.values()), info
+    for found in (loaded, of_checkpoint(folder / "checkpoint", spec)):
+        for name, tensor in kept.items():
+            stored = found.state_dict()[name].float()
+            torch.testing.assert_close(stored, tensor, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize(
     "kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"})
 )
@@ -209,13 +220,18 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     model.load_state_dict(kept, strict=False)
     model.save_pretrained(tmp_path / "base")
     base = ModelSpec(id=str(tmp_path / "base"), tokenizer="builtin:tiny")
-    spec = replace(with_model(), model=base)
-    loaded, info = load_pretrained(write_export(spec, model, tmp_path))
-    assert not any(info.values()), info
-    for found in (loaded, of_checkpoint(tmp_path / "checkpoint", spec)):
-        for name, tensor in kept.items():
-            stored = found.state_dict()[name].float()
-            torch.testing.assert_close(stored, tensor, rtol=0.01, atol=0.01)
+    keeps(replace(with_model(), model=base), model, kept, tmp_path)
+
+
+@pytest.mark.skipif("apertus" not in CONFIG_MAPPING, reason="older transformers do not have it")
+def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) -> None:
+    """Apertus stores two of its activation, which no initialisation of weights touches."""
+    shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
+    spec = with_model(config=shape)
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
+    states = model.state_dict()
+    kept = {name: tensor for name, tensor in model.named_buffers() if name in states}
+    keeps(spec, model, kept, tmp_path)
 
 
 def chat_model(folder: Path, **generation: object) -> Path:

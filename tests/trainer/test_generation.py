@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -230,17 +230,11 @@ def test_a_damaged_folder_is_named(
         assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
 
 
-@pytest.mark.parametrize(
-    ("weights", "field"), [("pretrained", "model.id"), ("random", "model.config")]
-)
-def test_a_contradicting_shape_is_refused(
-    weights: Literal["pretrained", "random"], field: str, tmp_path: Path
-) -> None:
+def test_a_contradicting_shape_is_refused(tmp_path: Path) -> None:
     shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    model = ModelSpec(id=str(tmp_path), weights=weights, config=shape)
-    problem = refusal(lambda: load_config(model))
-    assert (problem.code, problem.field) == ("model-config-unreadable", field)
+    problem = refusal(lambda: load_config(ModelSpec(id=str(tmp_path))))
+    assert (problem.code, problem.field) == ("model-config-unreadable", "model.id")
     assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 

@@ -92,18 +92,6 @@ def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
     assert heads.grad is not None
 
 
-def test_gradients_are_those_of_the_formulas() -> None:
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (
-        torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-        for _ in range(2)
-    )
-    assert torch.autograd.gradcheck(gated, (gate, up))
-    heads = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
-    cos, sin = (torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), (heads,))
-
-
 def agree_on_both(
     compute: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor
 ) -> None:

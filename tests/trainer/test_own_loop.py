@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import pytest
 
 from so_tui.runs import create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
 from tests.support.launching import log, of_kind, records, start, tiny
-from tests.support.python_path import checkout_path, printed
 
 STEPS = 8
-GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-"""Variables with which other tests of this process joined a group."""
 
 
-def loop(folder: Path) -> list[float]:
+def loop(spec: RunSpec, model_folder: Path) -> list[float]:
     """Train as a script that knows no plan or run; the trainer says which rows come when."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -34,10 +29,9 @@ def loop(folder: Path) -> list[float]:
     from so_tui_trainer.data import documents, tokens
     from so_tui_trainer.data.batches import Batches
 
-    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=RunSpec)
     batches = Batches(documents.read(tokens.prepare(spec), spec.data), spec, rank=0)
     join_process_group(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     train = spec.train
     groups = [
         {"params": [each for each in model.parameters() if (each.dim() >= 2) == matrices]}
@@ -98,15 +92,8 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     assert end.summary["step_s"] == pytest.approx(median(step.step_s for step in steps[1:]))
     trainers = [step.loss for step in steps]
 
-    (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
     # In a process of its own, since a process group and DeepSpeed's accelerator are of a process.
-    inherited = {name: value for name, value in os.environ.items() if name not in GROUP}
-    environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
-    said = printed(__file__, str(tmp_path), env=environment)
-    losses = json.loads(said.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        losses = process.submit(loop, spec, tmp_path / "model").result(timeout=300)
     assert losses == pytest.approx(trainers, rel=1e-3)
     assert trainers[-1] < 0.9 * trainers[0], "updates must show in the losses"
-
-
-if __name__ == "__main__":
-    print(json.dumps(loop(Path(sys.argv[1]))))

@@ -92,16 +92,6 @@ def test_losses_are_compared_within_a_clipping(tmp_path: Path) -> None:
     valid("validate", (tmp_path / reports.FILE).read_text())
 
 
-@pytest.mark.parametrize(
-    ("clipping", "engine", "shown"),
-    [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)],
-)
-def test_waits_for_the_norm_are_told(clipping: float, engine: str, shown: bool) -> None:
-    settings = {"offload.engine": engine}
-    outcome = trained("clipped", (8.0, 7.0), clipping, settings=settings, held_back_steps=3)
-    assert ("3 of 4" in show._markdown(replace(EMPTY, outcomes=(outcome,)))) == shown
-
-
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     (found,) = reports._agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
     assert (found.by_step, found.largest) == ((0.0, None), None)

@@ -91,18 +91,6 @@ def test_only_gpus_that_the_environment_shows_are_validated(
     assert {"gpu", "copies"} & found == ({"gpu", "copies"} if copies else set())
 
 
-@pytest.mark.parametrize(("gpus", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4])])
-def test_losses_of_many_steps_on_every_gpu_count(gpus: int, counts: list[int]) -> None:
-    every = [one for one in _parts_of(QUAD, gpus) if one.losses_only]
-    assert [one.ranks for one in every if one.published] == ([1, 2] if gpus > 1 else [])
-    parts = [one for one in every if not one.published]
-    assert [one.key for one in parts] == [f"losses-{name}" for name in ("gpu", *counts)]
-    specs = [_spec_of(SHAPE, one) for one in parts]
-    assert [spec.ranks for spec in specs] == [1, *counts]
-    assert [spec.offload.mode for spec in specs] == ["gpu", *["superoffload"] * len(counts)]
-    assert {spec.train.gradient_clipping for spec in specs} == {1.0}
-
-
 def test_as_published_is_deepspeeds_block() -> None:
     left_out, explicit = (
         ds_config(make_plan(_spec_of(SHAPE, part(key)), QUAD))
