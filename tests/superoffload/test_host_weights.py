@@ -91,16 +91,6 @@ def test_losses_gradients_and_states_are_the_same(settings: dict[str, Any]) -> N
     assert trained("cpu", **settings) == trained("none", **settings)
 
 
-def test_with_deepspeeds_zero_offload_too() -> None:
-    found = []
-    for parameters in ("none", "cpu"):
-        run = support.spec("zerooffload", 0.5, clipping=1.0, parameters=parameters)
-        with support.engine(run) as made:
-            assert made.optimizer.offload_param == (parameters == "cpu")
-            found.append((support.train(made, support.batches(STEPS)), support.states(made)))
-    assert found[0] == found[1]
-
-
 def test_two_ranks(tmp_path: Path) -> None:
     """Also: states with weights in host memory are loaded without, and the reverse."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")

@@ -55,20 +55,6 @@ def test_the_host_waits_when_it_is_too_far_ahead(
         assert next(events.numbers) == 0, "small modules are not even noted"
 
 
-def _layers(count: int) -> list[torch.nn.Module]:
-    """Return layers of 100 parameters in an inner module, each gathered as a whole."""
-    found: list[torch.nn.Module] = []
-    for index in range(count):
-        linear = torch.nn.Linear(10, 10, bias=False)
-        layer = torch.nn.Sequential(linear)
-        # As DeepSpeed does it: these are no tensors or modules that torch would register.
-        vars(linear.weight)["ds_numel"] = 100
-        vars(layer).update(ds_id=index, ds_external_parameters=list)
-        set_z3_leaf_module(layer, True)
-        found.append(layer)
-    return found
-
-
 @pytest.mark.parametrize(
     ("ranks", "synchronized", "host_weights", "limited"),
     [
@@ -86,6 +72,7 @@ def test_what_is_gathered_or_copied_counts(
     limited: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of layers of 100 parameters in an inner module, each gathered as a whole."""
     fetched: list[bool] = []
     # Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs.
     coordinator = SimpleNamespace(fetch_sub_module=lambda module, forward: fetched.append(forward))
@@ -96,7 +83,13 @@ def test_what_is_gathered_or_copied_counts(
     monkeypatch.setattr(adapter, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: ranks)
     adapter._limit_run_ahead(SimpleNamespace(optimizer=optimizer), 200)
-    for layer in _layers(5):
+    for index in range(5):
+        linear = torch.nn.Linear(10, 10, bias=False)
+        layer = torch.nn.Sequential(linear)
+        # As DeepSpeed does it: these are no tensors or modules that torch would register.
+        vars(linear.weight)["ds_numel"] = 100
+        vars(layer).update(ds_id=index, ds_external_parameters=list)
+        set_z3_leaf_module(layer, True)
         coordinator.fetch_sub_module(layer, forward=True)
     assert fetched == [True] * 5
     assert events.waited == ([0, 1, 2] if limited else [])

@@ -55,29 +55,6 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_lent_sub_groups_speculate_again_once_written(share: float, tmp_path: Path) -> None:
-    """They are written first. Those with a copy of their own go on speculating."""
-    room: dict[str, Any] = {
-        "speculation_bytes": ALL,
-        "copies_bytes": int(share * 12 * support.TRAINABLE),
-    }
-    with support.offloading(clipping=1e6, **room) as made:
-        core = core_of(made)
-        every = core.cpu.speculating
-        support.train(made, support.batches(2))
-        save = superoffload.begin_save(made, tmp_path)
-        lent = every - core.cpu.speculating
-        assert len(lent) / len(every) == pytest.approx(1 - share, abs=0.2)
-        assert set(save.copies) == every
-        assert set(list(save.copies)[: len(lent)]) == lent
-        support.train(made, support.batches(2))
-        assert superoffload.stats(made).kept_steps == (4 if share else 2)
-        save.finish()
-        support.train(made, support.batches(1))
-        assert core.cpu.speculating == every
-
-
 def test_a_skipped_step_and_a_load_leave_the_copies(tmp_path: Path) -> None:
     """Loading waits for the copies of what it overwrites."""
     room: dict[str, Any] = {"speculation_bytes": ALL, "copies_bytes": ALL}

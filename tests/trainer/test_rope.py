@@ -96,10 +96,3 @@ def test_a_scaling_needs_its_factor(given: dict[str, Any]) -> None:
     tree = {"name": "x", "model": {"id": "m"} | given, "data": {"source": "x"}}
     with rejected("rope-factor"):
         check_tree(tree | {"train": {"steps": 1}})
-
-
-def test_hybrids_with_rotary_positions_are_scaled() -> None:
-    shape = HYBRID | {"position_embedding_type": "rope", "layer_types": ["attention"] * 2}
-    model = replace(scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0)
-    rope: Any = load_config(model)
-    assert rope.rope_parameters["factor"] == 2.0

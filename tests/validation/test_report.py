@@ -97,22 +97,6 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     assert (found.by_step, found.largest) == ((0.0, None), None)
 
 
-def test_losses_of_many_steps_have_a_figure_of_their_own() -> None:
-    """And no speed."""
-    every = {"losses-gpu": 6.0, "losses-1": 6.0, "losses-2": None}
-    outcomes = (
-        trained("gpu", (8.0, 7.0)),
-        *(trained(key, (8.0, loss, 5.0), 1.0, losses_only=True) for key, loss in every.items()),
-    )
-    report = replace(EMPTY, outcomes=outcomes, agreement=reports._agreement_of(outcomes))
-    compared = [(one.key, one.reference) for one in report.agreement]
-    assert compared == [("losses-1", "losses-gpu"), ("losses-2", "losses-gpu")]
-    drawn = show._figures(report)
-    assert "losses-2" in drawn["losses.svg"]
-    assert ";gpu" not in drawn["losses.svg"]
-    assert "losses" not in drawn["tokens.svg"]
-
-
 def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
     text = show.write(tmp_path, REPORT).read_text()
     for name in ("tokens.svg", "steps.svg", "losses.svg", "copies.svg"):
