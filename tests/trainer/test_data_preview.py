@@ -59,16 +59,6 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_is_held_out_is_counted() -> None:
-    preview, _ = look(data__held_out="20")
-    assert preview.sequences < look()[0].sequences
-    assert preview.sources[0].times_an_epoch == pytest.approx(335 / 355)
-    facts = {name: (figure, meaning) for name, figure, meaning in preview.facts()}
-    assert facts["held out"][0] == "20"
-    assert "355" in facts["rows"][1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("work", [_check, _prepare])
 def test_holding_out_everything_is_refused(work: Callable[[Any], Any], tmp_path: Path) -> None:
     request = {"spec": spec_tree(spec_of(lines(tmp_path, alpaca("Yes.")), data__held_out="1"))}

@@ -238,17 +238,6 @@ def test_tiles_change_no_loss_and_no_gradient(
     agree(trained(policy, model_type, tile=100), trained(policy, model_type), 1e-4, 1e-7)
 
 
-@pytest.mark.parametrize(
-    ("fused", "dtype"),
-    [((kernels.NORM,), torch.float32), ((), torch.bfloat16)],
-    ids=["whole norms", "norms too"],
-)
-def test_a_tile_of_all_tokens_changes_no_bit(fused: tuple[str, ...], dtype: torch.dtype) -> None:
-    """In float32 the two parts of a norm's gradient are added to the layer's in another order."""
-    options: dict[str, Any] = {"fused": fused, "dtype": dtype}
-    agree(trained("full", tile=1000, **options), trained("full", **options))
-
-
 def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the norms around the blocks of all layers."""
     children = [
