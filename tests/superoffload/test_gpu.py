@@ -155,6 +155,16 @@ def test_host_weights_take_no_gpu_memory_and_change_no_bit(
     assert at_rest[0] - at_rest[1] == pytest.approx(moved, rel=0.05)
 
 
+def test_waiting_early_or_late_gives_the_same_bits() -> None:
+    data = support.batches(STEPS)
+    ends = []
+    for lazy in (True, False):
+        with engine(spec("superoffload", 0.5, clipping=1.0)) as made:
+            core_of(made).lazy_weights = lazy
+            ends.append((support.train(made, data), support.states(made)))
+    assert ends[0] == ends[1]
+
+
 @contextmanager
 def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
     """Make an engine with DeepSpeed's SuperOffload; undo its change of cores, end its worker."""

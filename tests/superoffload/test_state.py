@@ -194,7 +194,7 @@ def test_a_paced_file_has_two_pieces_on_their_way_at_most(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole files are synced where ranges cannot be, unless the disk fails."""
-    sent, waited, synced = list[int](), list[int](), list[int]()
+    sent, waited, synced, dropped = list[int](), list[int](), list[int](), list[int]()
 
     def sync_file_range(descriptor: int, offset: int, length: int, flags: int) -> int:
         ctypes.set_errno(code)
@@ -204,6 +204,7 @@ def test_a_paced_file_has_two_pieces_on_their_way_at_most(
 
     monkeypatch.setattr(checkpoint, "_sync_file_range", sync_file_range)
     monkeypatch.setattr(os, "fdatasync", synced.append)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, *rest: dropped.append(offset))
     content = os.urandom(6 * PIECE + 77)
     file = _PacedFile(tmp_path / "file", PIECE)
     with closing(file):
@@ -218,3 +219,4 @@ def test_a_paced_file_has_two_pieces_on_their_way_at_most(
     assert (tmp_path / "file").read_bytes() == content
     assert sent == [PIECE * place for place in (4, 5, 6, 0, 1, 2, 3)]
     assert (waited, len(synced)) == (([], 7) if code else (sent[:-2], 0))
+    assert dropped == ([0] * 8 if code else [*waited, 0])

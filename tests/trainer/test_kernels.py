@@ -249,17 +249,36 @@ BF16 = 0.02
 """Of eight bits."""
 
 
+def dense(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """Compute every token through every expert, and add what was chosen."""
+    first, second = (
+        matrix if weights.inputs_first else matrix.transpose(1, 2)
+        for matrix in (weights.first, weights.second)
+    )
+    both = hidden @ first
+    if weights.first_bias is not None:
+        both = both + weights.first_bias[:, None]
+    gates, ups = (both[..., ::2], both[..., 1::2]) if gate.interleaved else both.chunk(2, -1)
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    said = (gates * (gate.alpha * gates).sigmoid() * (ups + gate.shift)) @ second
+    if weights.second_bias is not None:
+        said = said + weights.second_bias[:, None]
+    share = shares.new_zeros(len(hidden), COUNT).scatter(1, chosen, shares)
+    return torch.einsum("te,eth->th", share, said)
+
+
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-def test_older_torchs_products_are_those_of_groups(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("product", [grouped_mm, _by_group], ids=["grouped_mm", "by_group"])
+def test_it_is_the_sum_of_what_each_expert_says(
+    product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which are transformers' results (test_kernels.py)."""
-    given, found = example(gate, 16, 24), []
-    for product in (grouped_mm, _by_group):
-        monkeypatch.setattr(experts, "grouped_mm", product)
-        found.append(given.leaves(torch.empty(0)).results(mixture, gate))
-    assert len(found[0]) == (5 if gate is SILU else 7)
-    are_near(found[1], found[0], 1e-5)
+    monkeypatch.setattr(experts, "grouped_mm", product)
+    given = example(gate, 16, 24)
+    expected, found = (
+        given.leaves(torch.empty(0)).results(compute, gate) for compute in (dense, mixture)
+    )
+    assert len(found) == (5 if gate is SILU else 7)
+    are_near(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
@@ -268,7 +287,7 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
     """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
     given = example(gate, 16, 24)
     given = given._replace(hidden=given.hidden / 8)
-    expected = given.leaves(torch.empty(0, device=device)).results(mixture, gate)
+    expected = given.leaves(torch.empty(0, device=device)).results(dense, gate)
     own = given.leaves(torch.empty(0, device=device, dtype=torch.bfloat16))
     shares = given.shares.t().contiguous().t().to(device).requires_grad_()
     found = own._replace(shares=shares).results(mixture, gate)
