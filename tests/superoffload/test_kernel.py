@@ -298,14 +298,14 @@ def test_without_a_private_cache_a_kernel_is_of_one_process(
     assert kernel.library() == built
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
 def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert kernel._cache_folder() == kernel_folder(os.environ)
-    assert kernel._cache_folder().is_relative_to(tmp_path)
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+        assert kernel._cache_folder() == kernel_folder(os.environ)
+        assert kernel._cache_folder().is_relative_to(tmp_path / variable)
 
 
 @pytest.mark.slow

@@ -334,19 +334,15 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
 
 
-def silent(_message: str) -> None:
-    return None
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return run_with_checkpoints(tmp_path / "runs", 5)
 
 
-def converted(run: RunDirectory, folder: Path, step: int = 5) -> str:
+def converted(run: RunDirectory, folder: Path) -> str:
     """Convert a run for DeepSpeed; return the arguments that make a run of it in ``back``."""
     *_, answer = convert({"run": str(run.path), "to": str(folder / "theirs")})
-    assert answer["step"] == step
+    assert answer["step"] == 5
     return f"convert {folder / 'theirs'} --runs-dir {folder / 'back'}"
 
 
@@ -384,7 +380,7 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     back = tmp_path / "back"
-    problem = refusal(lambda: from_deepspeed(tmp_path / "runs", tiny(), back, silent))
+    problem = refusal(lambda: from_deepspeed(tmp_path / "runs", tiny(), back, lambda _: None))
     assert problem.code == "not-deepspeeds"
     assert list_runs(back) == ()
     assert main(f"{converted(run, tmp_path)} --as qwen3-14b".split()) == 2

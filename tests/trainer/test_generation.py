@@ -255,15 +255,13 @@ def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedM
     (folder / "so_tui_export.json").write_bytes(marker)
     load = LoadModel(folder=str(folder), compare=True)
 
+    def loaded() -> Iterator[Any]:
+        yield (yield from _of_folder(load))
+
     def base() -> ModelSpec:
-        steps = _of_folder(load)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                _, model, _, step = end.value
-                assert step == 5
-                return _base_of(load, model)
+        *_, (_, model, _, step) = loaded()
+        assert step == 5
+        return _base_of(load, model)
 
     assert base() == TUNED
     folder.chmod(0o777)

@@ -93,22 +93,18 @@ def take_away(patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> No
         patch.setattr(os, function, refusing(getattr(os, function)))
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
-@pytest.mark.parametrize("name", READ)
-def test_one_that_cannot_be_read_for_a_moment_is_taken(
-    name: str, code: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = saved(run, 1, 3)
-    take_away(monkeypatch, name, code, tries=1)
-    assert resumed(run) == (paths[1], [])
-
-
 @pytest.mark.parametrize("name", READ)
 def test_a_checkpoint_unreadable_for_long_ends_the_run(
     name: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That says nothing about what is in it, and an older one would lose training."""
+    """That says nothing about what is in it, and an older one would lose training. One that cannot
+    be read for a moment is taken.
+    """
     paths = saved(run, 1, 3)
+    for code in (errno.EIO, errno.ETIMEDOUT, errno.EACCES):
+        with monkeypatch.context() as patch:
+            take_away(patch, name, code, tries=1)
+            assert resumed(run) == (paths[1], [])
     with monkeypatch.context() as patch:
         take_away(patch, name, errno.EIO, tries=100)
         with coded(TrainingError, "checkpoint-read-failed"):
