@@ -16,8 +16,6 @@ from superoffload.api import _trainable
 from tests.support import engine as support
 from tests.support.problems import coded
 
-Groups = Callable[[torch.nn.Module], Any]
-
 
 def code_of(call: Callable[[], Any], *said: str) -> str:
     """Return the code of the error that a call raises, whose message has these words."""

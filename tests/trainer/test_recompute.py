@@ -238,14 +238,6 @@ def test_tiles_change_no_loss_and_no_gradient(
     agree(trained(policy, model_type, tile=100), trained(policy, model_type), 1e-4, 1e-7)
 
 
-def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the norms around the blocks of all layers."""
-    children = [
-        module for layer in checkpointing.checkpointed_layers(causal) for module in layer.children()
-    ]
-    return [module for module in children if type(module).__name__.endswith("Norm")]
-
-
 @pytest.mark.parametrize("policy", ["full", "attention"])
 def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy) -> None:
     """In all passes of a micro-batch in bf16; no tensor of attention is as wide."""
