@@ -55,7 +55,7 @@ def test_plans_count_what_indexers_leave_untrained() -> None:
     plan = _plan()
     tensors = [tensor for block in plan.spec.model.parameters for tensor in block.tensors]
     decays = [tensor.decay for tensor in tensors if ".indexer." in tensor.name]
-    assert decays == [False] * 5
+    assert set(decays) == {False}
     layers, hidden, latent, heads, width = 4, 128, 48, 2, 32
     each = latent * heads * width + hidden * width + 2 * width + hidden * heads
     facts = [IndexersUntrained(parameters=layers * each)]
