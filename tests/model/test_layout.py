@@ -1,11 +1,16 @@
-"""The one arithmetic: how states are cut over ranks, sub-groups and devices."""
+"""How states are cut over ranks, sub-groups and devices: by one arithmetic, DeepSpeed's."""
 
 from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from so_tui.model.profile import StateLayout, _sub_groups_on_gpu, profile_of
-from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
+from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
 from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
@@ -36,15 +41,6 @@ def offload(ratio: float = 0.9, sub_group_size: int = 1000, **changes: object) -
 
 def state_layout(ranks: int, given: OffloadSpec) -> StateLayout:
     return profile_of(model()).layout(ranks, given)
-
-
-def test_sub_groups_cover_the_list_in_order_and_reach_the_size() -> None:
-    numels = [5, 1, 7, 2, 2, 9, 1]
-    slices = sub_group_slices(numels, 6)
-    assert [index for start, stop in slices for index in range(start, stop)] == list(
-        range(len(numels))
-    )
-    assert all(sum(numels[start:stop]) >= 6 for start, stop in slices[:-1])
 
 
 @pytest.mark.parametrize(
@@ -97,16 +93,6 @@ def test_a_spec_without_a_table_is_an_input_error() -> None:
         profile_of(ModelSpec(id="x"))
 
 
-def test_a_profile_is_made_once_for_a_model_and_its_layouts_once() -> None:
-    profile = profile_of(model())
-    # Recomputation is no property of the model.
-    assert profile_of(model(activation_checkpointing="none")) is profile
-    layout = profile.layout(2, offload())
-    assert profile.layout(2, offload()) is layout
-    whole = profile.layout(2, offload(0.0)).gpu_numel
-    assert profile.gpu_numel(2, offload(), 0.0) == whole > 0
-
-
 def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
     profile = profile_of(model())
     largest = profile.largest_layer, profile.largest_layer_tensor, profile.largest_parameter
@@ -120,3 +106,42 @@ def test_forward_uses_sub_groups_by_products() -> None:
     spans = profile.compute_spans(1, 1)
     assert spans[0] == (0.0, 0.0), "the embedding takes no time"
     assert [round(end, 3) for _, end in spans[1:4]] == [0.333, 0.667, 1.0]
+
+
+def deepspeed_cut(optimizer_class: type, numels: list[int], sub_group_size: int) -> list[list[int]]:
+    optimizer = SimpleNamespace(
+        sub_group_size=sub_group_size, sub_group_to_param_num={}, max_grad_numel=0
+    )
+    shares = [SimpleNamespace(partition_numel=lambda numel=numel: numel) for numel in numels]
+    groups = optimizer_class._create_fp16_sub_groups(optimizer, shares)  # type: ignore[attr-defined]
+    return [[share.partition_numel() for share in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+        ("superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
+    ],
+)
+def test_sub_groups_are_those_of_deepspeed(module: str, name: str) -> None:
+    theirs = getattr(pytest.importorskip(f"deepspeed.runtime.{module}"), name)
+    for ranks in (1, 2, 3, 4):
+        chance = random.Random(ranks)
+        for size in (1, 64, 1000, 4096, 10**9):
+            numels = [
+                partition_numel(chance.choice((7, 64, 640, 1000, 4096)), ranks)
+                for _ in range(chance.randrange(1, 40))
+            ]
+            ours = [numels[start:stop] for start, stop in sub_group_slices(numels, size)]
+            assert ours == deepspeed_cut(theirs, numels, size)
+
+
+def test_a_partition_of_a_real_parameter_has_the_size_we_say() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.zero.partition_parameters").Init
+    for ranks in (1, 2, 3, 4):
+        init: Any = SimpleNamespace(_partition_world_size=lambda _, ranks=ranks: ranks)
+        init._padding_size = partial(theirs._padding_size, init)
+        for numel in (1, 7, 8, 9, 1000):
+            aligned = theirs._aligned_size(init, SimpleNamespace(ds_numel=numel))
+            assert aligned // ranks == partition_numel(numel, ranks)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,8 +21,6 @@ from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.transfers import seconds_between, transfers_for
 from tests.support import engine as support
 from tests.support import rank_processes
-from tests.support.problems import coded
-from tests.support.python_path import checkout_path, printed
 from tests.support.reference_adamw import Reference, core_of
 
 pytestmark = [
@@ -206,84 +202,6 @@ def test_a_killed_run_goes_on_bit_for_bit_in_a_new_process(tmp_path: Path) -> No
     rank.communicate()
     assert rank_processes.gone([worker])
     rank_processes.finish(start(["second", str(tmp_path)]))
-
-
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_is_located(clipping: float) -> None:
-    with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
-        support.train(made, support.batches(2))
-        support.poison(made)
-        with pytest.raises(  # noqa: PT012
-            superoffload.NonFiniteGradientError, match=r"sub-group \d+ \(\S+ ... \S+\)"
-        ) as caught:
-            support.train(made, support.batches(1))
-            superoffload.synchronize(made)
-        assert caught.value.step == 3
-        assert caught.value.poisoned == (clipping == 0)
-        if caught.value.poisoned:
-            with pytest.raises(superoffload.NonFiniteGradientError):
-                support.states(made)
-
-
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_killed_worker_is_reported_within_seconds(clipping: float) -> None:
-    with engine(spec("superoffload", 1.0, clipping=clipping)) as made:
-        support.train(made, support.batches(2))
-        os.kill(superoffload.worker_pid(made), signal.SIGKILL)  # type: ignore[arg-type]
-        begin = time.monotonic()
-        with coded(superoffload.WorkerLostError, "worker-ended", match=r"ended by SIGKILL"):
-            support.train(made, support.batches(2))
-            superoffload.synchronize(made)
-        assert time.monotonic() - begin < 5
-
-
-def open_files(pid: int) -> str:
-    links = " ".join(
-        str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
-    )
-    return links + Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_the_worker_touches_no_gpu_driver() -> None:
-    with engine(spec("superoffload", 0.5)) as made:
-        support.train(made, support.batches(2))
-        pid = superoffload.worker_pid(made)
-        assert pid is not None
-        assert "libcuda" in open_files(os.getpid())
-        assert not any(trace in open_files(pid) for trace in ("libcuda", "/dev/nvidia"))
-
-
-WEIGHTS_FROM_A_THREAD = """
-from threading import Thread
-import torch
-from superoffload.transfers import transfers_for
-
-torch.cuda.set_device(1)
-transfers = transfers_for(torch.device("cuda", 1))
-host, weights = torch.ones(1000, pin_memory=True), torch.zeros(1000, device="cuda:1")
-waiting = torch.cuda.Event()
-torch.cuda._sleep(100_000_000)
-waiting.record()
-
-def serve():
-    transfers.attach()
-    while not waiting.query():
-        pass
-    transfers.weights_to_gpu(weights, host).end.synchronize()
-
-client = Thread(target=serve)
-client.start()
-client.join()
-print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
-"""
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_copying_threads_open_no_context_on_another_gpu() -> None:
-    """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
-    environment = os.environ | {"PYTHONPATH": checkout_path()}
-    said = printed("-c", WEIGHTS_FROM_A_THREAD, env=environment)
-    assert said.split() == ["1000.0", "False"]
 
 
 @pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])

@@ -1,29 +1,39 @@
-"""Parts of a step: gradients and their norm, when sub-groups are stepped, what is waited for."""
+"""Parts of a step: gradients and their norm, what is waited for, how far the host may be ahead."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_module
 
 import superoffload
+from superoffload.deepspeed_adapter import engine as adapter
+from superoffload.deepspeed_adapter.engine import _compiled_when_called
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
-from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
-from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
-from superoffload.worker import GradientSource, Operation
+from superoffload.steps import GradientNorm, clip_factor
+from superoffload.transfers import CompletedEvent, LayerWait, Meter, RunAheadLimiter, Transfers
 from tests.support.problems import coded
+
+
+def group_of(*names: str) -> SubGroup:
+    """Return a sub-group on the host, of parameters with one element each."""
+    offsets, places = tuple(range(len(names))), (0,) * len(names)
+    weights = torch.zeros(len(names))
+    return SubGroup(weights, 0, names, offsets, on_gpu=False, places=places, first_use=0)
 
 
 def norm_of_two(*others: float) -> GradientNorm:
     """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
-    groups = [
-        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False, places=(0,), first_use=0)
-        for name in ("first", "second")
-    ]
+    groups = [group_of("first"), group_of("second")]
 
     def all_reduce(squares: torch.Tensor) -> None:
         squares += torch.tensor(others, dtype=squares.dtype)
@@ -51,38 +61,10 @@ def add(arrivals: _Arrivals, *places: tuple[int, int]) -> None:
         arrivals.add(Gradient(sub_group, member, torch.zeros(1)))
 
 
-@pytest.fixture
-def arrivals() -> _Arrivals:
-    """Two members of one sub-group, and one of another."""
-    groups = [
-        SubGroup(
-            torch.zeros(len(names)),
-            0,
-            tuple(names),
-            tuple(range(len(names))),
-            on_gpu=False,
-            places=(0,) * len(names),
-            first_use=0,
-        )
-        for names in ("ab", "c")
-    ]
-    return _Arrivals(groups, accumulation_steps=2)
-
-
-def test_a_sub_group_is_complete_with_its_last_gradient(arrivals: _Arrivals) -> None:
-    assert not arrivals.has_begun
-    add(arrivals, (0, 1))
-    assert (arrivals.has_begun, arrivals.is_complete(0)) == (True, False)
-    add(arrivals, (0, 0))
-    assert (arrivals.is_complete(0), arrivals.is_complete(1)) == (True, False)
-    add(arrivals, (1, 0))
-    arrivals.end_micro_batch(1)
-    assert (arrivals.micro_batch, arrivals.is_complete(0)) == (1, False)
-    arrivals.begin_step()
-    assert not arrivals.has_begun
-
-
-def test_missing_and_second_gradients_are_refused(arrivals: _Arrivals) -> None:
+def test_missing_and_second_gradients_are_refused() -> None:
+    """Of two members of one sub-group, and one of another."""
+    groups = [group_of("a", "b"), group_of("c")]
+    arrivals = _Arrivals(groups, accumulation_steps=2)
     add(arrivals, (0, 0))
     named = r"2 trainable parameters .* step 7, micro-batch 1: b, c\."
     with coded(superoffload.OffloadError, "missing-gradient", match=named):
@@ -138,38 +120,95 @@ def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
     assert meter.stats().exposed_in_forward_s == 0.0
 
 
-EARLY, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.NORM_KNOWN
-SPECULATIVE = StepTime.SPECULATIVE
-STEP, SPECULATE, ACCUMULATE = Operation.STEP, Operation.SPECULATE, Operation.ACCUMULATE
-STAGING, SUM = GradientSource.STAGING, GradientSource.ACCUMULATED
-BOTH = GradientSource.ACCUMULATED_AND_STAGING
+class _Events:
+    """Makes events and records the order in which they were waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.numbers: Iterator[int] = count()
+
+    def __call__(self, **settings: Any) -> Any:
+        number = next(self.numbers)
+        wait = partial(self.waited.append, number)
+        return SimpleNamespace(record=lambda: None, synchronize=wait)
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "clipping", "speculates", "time", "is_read", "operations", "sources"),
+    ("used", "waited"),
     [
-        (1, 0.0, False, EARLY, False, (None, STEP), (STAGING, STAGING)),
-        (1, 1.0, False, HELD_BACK, True, (None, None), (STAGING, STAGING)),
-        (1, 1.0, True, SPECULATIVE, True, (None, SPECULATE), (STAGING, STAGING)),
-        (3, 0.0, False, EARLY, True, (ACCUMULATE, STEP), (STAGING, BOTH)),
-        (3, 1.0, False, HELD_BACK, True, (ACCUMULATE, ACCUMULATE), (SUM, SUM)),
-        (3, 1.0, True, SPECULATIVE, True, (ACCUMULATE, SPECULATE), (STAGING, BOTH)),
+        ([(f"layer {number}", 100) for number in range(5)], [0, 1, 2]),
+        # The newest module is what the GPU computes next: without it, it would run out of work.
+        ([("layer", 100), ("head", 900)], [0]),
+        ([("layer", 100), ("head", 900), ("layer", 100)], [0, 1]),
+        # A recomputed layer counts once.
+        ([(name, 100) for name in "aabb"], []),
+        ([(name, 100) for name in "abab"], [0, 1]),
+        ([("activation", 0), ("norm", 1)] * 100, []),
     ],
 )
-def test_step_policy_of_clipping_accumulation_and_speculation(
-    accumulation: int,
-    clipping: float,
-    speculates: bool,
-    time: StepTime,
-    is_read: bool,
-    operations: tuple[Operation | None, Operation | None],
-    sources: tuple[GradientSource, GradientSource],
+def test_the_host_waits_when_it_is_too_far_ahead(
+    used: list[tuple[str, int]], waited: list[int]
 ) -> None:
-    """Operations before the boundary and at it; sources in the first micro-batch and a later."""
-    policy = StepPolicy.of(accumulation, clipping)
-    if speculates:
-        policy = replace(policy, step_time=SPECULATIVE)
-    assert policy.step_time is time
-    assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
-    assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations
-    assert (policy.gradient_source(0), policy.gradient_source(2)) == sources
+    events = _Events()
+    limiter = RunAheadLimiter(200, events)
+    for name, numel in used:
+        limiter.before_use(name, numel)
+    assert events.waited == waited
+    if all(numel <= 1 for _, numel in used):
+        assert next(events.numbers) == 0, "small modules are not even noted"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "synchronized", "host_weights", "limited"),
+    [
+        (2, False, False, True),
+        (1, False, True, True),
+        (1, False, False, False),
+        (2, True, False, False),
+    ],
+    ids=["several GPUs", "copies of host weights", "one GPU", "a CPU"],
+)
+def test_what_is_gathered_or_copied_counts(
+    ranks: int,
+    synchronized: bool,
+    host_weights: bool,
+    limited: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of layers of 100 parameters in an inner module, each gathered as a whole."""
+    fetched: list[bool] = []
+    # Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs.
+    coordinator = SimpleNamespace(fetch_sub_module=lambda module, forward: fetched.append(forward))
+    parameter_offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+    optimizer = SimpleNamespace(parameter_offload=parameter_offload, offload_param=host_weights)
+    events = _Events()
+    accelerator = SimpleNamespace(Event=events, is_synchronized_device=lambda: synchronized)
+    monkeypatch.setattr(adapter, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: ranks)
+    adapter._limit_run_ahead(SimpleNamespace(optimizer=optimizer), 200)
+    for index in range(5):
+        linear = torch.nn.Linear(10, 10, bias=False)
+        layer = torch.nn.Sequential(linear)
+        # As DeepSpeed does it: these are no tensors or modules that torch would register.
+        vars(linear.weight)["ds_numel"] = 100
+        vars(layer).update(ds_id=index, ds_external_parameters=list)
+        set_z3_leaf_module(layer, True)
+        coordinator.fetch_sub_module(layer, forward=True)
+    assert fetched == [True] * 5
+    assert events.waited == ([0, 1, 2] if limited else [])
+    assert limited or next(events.numbers) == 0
+
+
+def test_a_function_is_compiled_once_at_its_first_call() -> None:
+    compiled: list[str] = []
+
+    def compile_now(function: Callable[..., int]) -> Callable[..., int]:
+        compiled.append(function.__name__)
+        return lambda *arguments, **keywords: -function(*arguments, **keywords)
+
+    def added(one: int, other: int) -> int:
+        return one + other
+
+    call = _compiled_when_called(compile_now, added)
+    assert (call.__name__, compiled) == ("added", [])
+    assert (call(1, other=2), call(3, 4), compiled) == (-3, -7, ["added"])

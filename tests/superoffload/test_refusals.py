@@ -16,8 +16,6 @@ from superoffload.api import _trainable
 from tests.support import engine as support
 from tests.support.problems import coded
 
-Groups = Callable[[torch.nn.Module], Any]
-
 
 def code_of(call: Callable[[], Any], *said: str) -> str:
     """Return the code of the error that a call raises, whose message has these words."""
@@ -52,19 +50,6 @@ def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: li
     for value in values:
         make = partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value})
         assert code_of(make, f" {name} = {value!r} ") == "settings"
-
-
-def test_settings_at_their_limits_are_possible() -> None:
-    superoffload.Settings(
-        learning_rate=0,
-        ratio=0,
-        beta1=0.0,
-        epsilon=0.0,
-        speculation_bytes=float("inf"),  # type: ignore[arg-type]
-        adam_cpus=range(2),  # type: ignore[arg-type]
-        watchdog_timeout_s=float("inf"),
-        seed=-1,
-    )
 
 
 def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:

@@ -24,6 +24,7 @@ from superoffload.checkpoint import _cut_blocks, _overlaps, _PacedFile
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.errors import Mismatch
 from tests.support import engine as support
+from tests.support.checkpoints import rank_manifest_of
 from tests.support.problems import coded
 
 MODES: list[tuple[support.Mode, float, support.Parameters]] = [
@@ -171,27 +172,12 @@ RECORD = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"names": ("b", "a")},
-        {"numels": (3, 4)},
-        {"numel": 5},
-        {"step": -1},
-        {"step": 2**70},
-    ],
+    [{"names": ("b", "a")}, {"numels": (3, 4)}, {"numel": 5}, {"step": -1}, {"step": 2**70}],
 )
 def test_ranks_that_contradict_are_not_joined(change: dict[str, Any], tmp_path: Path) -> None:
     """Parameters are looked up where the first rank has them: others would be read there."""
-    manifest = checkpoint.Manifest(
-        deepspeed="0",
-        mode="superoffload",
-        engine="so-tui",
-        ratio=1.0,
-        rank=0,
-        ranks=2,
-        sub_groups=(),
-    )
     for rank, record in enumerate((RECORD, replace(RECORD, **change))):
-        described = replace(manifest, rank=rank, sub_groups=(record,))
+        described = rank_manifest_of("so-tui", rank, 2, (record,))
         with closing(checkpoint.Save(tmp_path, described)) as file:
             file.write(0, (torch.ones(record.numel),) * 3)
             file.finish()
@@ -208,10 +194,7 @@ def test_a_paced_file_has_two_pieces_on_their_way_at_most(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole files are synced where ranges cannot be, unless the disk fails."""
-    sent: list[int] = []
-    waited: list[int] = []
-    dropped: list[int] = []
-    synced: list[int] = []
+    sent, waited, synced, dropped = list[int](), list[int](), list[int](), list[int]()
 
     def sync_file_range(descriptor: int, offset: int, length: int, flags: int) -> int:
         ctypes.set_errno(code)

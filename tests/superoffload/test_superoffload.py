@@ -18,8 +18,6 @@ from so_tui.model.profile import Parameter
 from so_tui_trainer.model.build import _set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient
-from superoffload.optimizer import SuperOffload
-from superoffload.transfers import Event, Transfers
 from tests.support import engine as support
 from tests.support.layouts import layout_of
 from tests.support.problems import coded
@@ -74,26 +72,6 @@ def test_waits_between_steps_can_be_left_out_of_stats(between: str, exposed_s: f
         assert found_s == pytest.approx(exposed_s, abs=0.1)
 
 
-@pytest.mark.slow
-def test_waits_are_measured_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed all-gathers in a stream of its own, which tells nothing of the computation."""
-    streams: list[object] = []
-    mark = Transfers.mark
-
-    def recording(self: Transfers, stream: object = None) -> Event:
-        streams.append(stream)
-        return mark(self)
-
-    monkeypatch.setattr(Transfers, "stream", lambda self: "computing")
-    monkeypatch.setattr(Transfers, "mark", recording)
-    with support.offloading(clipping=1.0) as made:
-        one, other = support.batches(2)
-        train_late(made, one)
-        streams.clear()
-        made(other)
-        assert "computing" in streams
-
-
 class Mixture(torch.nn.Module):
     """Two experts; the second never gets a token."""
 
@@ -141,19 +119,6 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
         assert torch.equal(gathered, master_weights.bfloat16())
 
 
-def record_waits(core: SuperOffload, monkeypatch: pytest.MonkeyPatch) -> dict[int, None]:
-    """Return the sub-groups in the order in which their weights will be waited for."""
-    waits: dict[int, None] = {}
-    wait = core.wait_for_weights
-
-    def recording(sub_groups: Collection[int]) -> None:
-        waits.update(dict.fromkeys(sorted(sub_groups)))
-        wait(sub_groups)
-
-    monkeypatch.setattr(core, "wait_for_weights", recording)
-    return waits
-
-
 @pytest.mark.slow
 def test_a_forward_waits_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is in the last sub-group: a forward pass that needs it first cannot overlap with
@@ -169,10 +134,15 @@ def test_a_forward_waits_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             made.backward(made(tokens, labels=tokens).loss)
             made.step()
-        groups = core_of(made).sub_groups
-        waits = record_waits(core_of(made), monkeypatch)
+        groups, wait = core_of(made).sub_groups, core_of(made).wait_for_weights
+        order: list[int] = []
+
+        def recording(sub_groups: Collection[int]) -> None:
+            order.extend(sorted(set(sub_groups) - set(order)))
+            wait(sub_groups)
+
+        monkeypatch.setattr(core_of(made), "wait_for_weights", recording)
         made(tokens)
-        order = list(waits)
         assert order == sorted(order, key=lambda index: groups[index].first_use)
         assert "model.embed_tokens.weight" in groups[order[0]].names
         assert "lm_head.weight" in groups[order[-1]].names

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import resource
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,39 @@ from so_tui.plan.plan import MemoryPolicy
 from so_tui.plan.step_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui_trainer import binding
 from superoffload import worker
-from superoffload.shared_states import STATES_MEMORY_NAME
+from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates, host_available_bytes
 from superoffload.transfers import Transfer, Transfers
-from superoffload.worker import Command, GradientSource, Moments, Operation
+from superoffload.worker import Command, GradientSource, MemorySize, Moments, Operation, Segment
 from tests.support import engine as support
-from tests.support.shared_memory import files_in_shared_memory, named_after
+from tests.support.problems import coded
 from tests.support.waiting import LIMIT_S
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def files_in_shared_memory(pid: int) -> set[str]:
+    """Return the files of /dev/shm that a process has open or mapped, but for semaphores."""
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(link.readlink()))
+    maps = [line.partition("/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    paths = {*links, *(f"/{path}" for path in maps)}
+    return {
+        path
+        for path in paths
+        if path.startswith(f"{SHARED_MEMORY}/")
+        and not path.startswith(f"{tempfile.gettempdir()}/")  # which may be in memory, too
+        and not Path(path).name.startswith("sem.")
+    }
+
+
+def named_after(*numbers: int) -> set[str]:
+    """Return the files of /dev/shm with a number, of a process or a port, in their names."""
+    wanted = {str(number) for number in numbers}
+    return {
+        path.name for path in SHARED_MEMORY.iterdir() if wanted & set(re.findall(r"\d+", path.name))
+    }
 
 
 def test_nothing_is_left_behind() -> None:
@@ -124,3 +155,25 @@ def test_a_worker_whose_settings_were_cut_short_ends(settings: bytes) -> None:
     done = subprocess.run(command, timeout=LIMIT_S, check=False, **piped)
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
+
+
+def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
+    def allocate(numel: int) -> None:
+        size = MemorySize(((Segment(numel),),), 2, accumulate=False)
+        SharedStates(size, torch.bfloat16, host_available_bytes, Path())
+
+    most = r"need 1400000\.0 GB of host memory.*only [\d.]+ GB"
+    with coded(superoffload.OffloadError, "host-memory", match=most):
+        allocate(10**14)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
+    said = r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit"
+    try:
+        with coded(superoffload.OffloadError, "host-memory-limit", match=said):
+            allocate(30_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    gc.collect()
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert STATES_MEMORY_NAME not in " ".join(links) + Path("/proc/self/maps").read_text()

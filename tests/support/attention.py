@@ -27,14 +27,10 @@ def scores(query: Tensor, key: Tensor, documents: Documents) -> Tensor:
     return documents.softcap * (found / documents.softcap).tanh() if documents.softcap else found
 
 
-def masked(found: Tensor, documents: Documents) -> Tensor:
-    return found.masked_fill(~visible(documents), -torch.inf)
-
-
 def plain_forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents
 ) -> tuple[Tensor, Tensor]:
-    found = masked(scores(query, key, documents), documents)
+    found = scores(query, key, documents).masked_fill(~visible(documents), -torch.inf)
     normaliser = found.logsumexp(-1)
     repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return torch.einsum("hqk,khd->qhd", (found - normaliser[..., None]).exp(), repeated), normaliser
@@ -53,7 +49,8 @@ def plain_backward(
     groups = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     capped = scores(query, key, documents)
-    probability = (masked(capped, documents) - normaliser[..., None]).exp()
+    seen = capped.masked_fill(~visible(documents), -torch.inf)
+    probability = (seen - normaliser[..., None]).exp()
     delta = (gradient * out).sum(-1).t()
     slope = documents.scale * (1 - (capped / documents.softcap) ** 2 if documents.softcap else 1)
     of_scores = (

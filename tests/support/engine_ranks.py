@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 from msgspec.structs import replace
 
 import superoffload
 from so_tui.model.sharding import StatesFormat
 from so_tui.spec.run_spec import RunSpec
-from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.metrics import Metrics, Step, StepClock
-from so_tui_trainer.ranks import Ranks
-from so_tui_trainer.recorder import Recorder
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
 from tests.support.rank_processes import leave
@@ -94,41 +89,6 @@ def speculation(folder: Path) -> None:
     torch.distributed.barrier()
     saved = [support.saved_bytes(folder / f"saved-{kind}", rank) for kind in range(3)]
     assert saved[0] == saved[1]
-
-
-def late_worker(folder: Path) -> None:
-    """Have the last rank's worker begin late: exposed grows by that, and forward does not."""
-    run, late_s = support.spec("superoffload", 1.0, clipping=1.0), 2.0
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
-    metrics = Metrics(run, ranks, Recorder(None, 1), parameters=1000)
-    tokens_of = {"useful_tokens": 32, "trained_tokens": 32, "computed_tokens": 32}
-    counts = StepCounts(**tokens_of, document_lengths=np.array([16, 16]), sequences=2)
-    torch.manual_seed(run.train.seed)
-    with support.engine(run) as made:
-        clock, found = StepClock(support.DEVICE), []
-        for step, tokens in enumerate(support.batches(8, seed=rank)):
-            ranks.barrier()
-            clock.lap("other")
-            loss = made(tokens.to(support.DEVICE))
-            clock.lap("forward")
-            made.backward(loss)
-            clock.lap("backward")
-            timer = support.suspend_worker(made, late_s) if step == 5 and rank == size - 1 else None
-            made.step()  # clipping holds all sub-groups back until here
-            if timer:
-                timer.start()
-            clock.lap("optimizer")
-            done = Step(step, counts, 1e-3, loss.detach(), clock.end_step())
-            norm = superoffload.gradient_norm(made)
-            found.append(metrics.log(done, norm, superoffload.stats(made)))
-        usual, late = found[2:6], found[6]
-        # Another process may have the cores for a while.
-        least = 0.75 * late_s + min(step.exposed_optimizer_s for step in usual)
-        assert late.exposed_optimizer_s > least, found
-        assert late.forward_s < 0.25 * late_s + max(step.forward_s for step in usual), found
-        parts = (late.data_s, late.forward_s, late.backward_s, late.exposed_optimizer_s)
-        assert abs(sum(parts) + late.other_s - late.step_s) < 0.02 * late.step_s, found
 
 
 def host_weights(folder: Path) -> None:
@@ -231,7 +191,7 @@ def _fingerprint(made: Any) -> str:
 if __name__ == "__main__":
     backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
     superoffload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    known = (reference, speculation, late_worker, host_weights, first, second, endless, reshard)
+    known = (reference, speculation, host_weights, first, second, endless, reshard)
     parts = {part.__name__: part for part in known}
     for part in sys.argv[1].split(","):
         parts[part](Path(sys.argv[2]))

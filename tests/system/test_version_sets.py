@@ -33,7 +33,6 @@ TESTS = (
     "tests/trainer/test_matching.py",
     "tests/trainer/test_loading.py",
     "tests/trainer/test_kernels.py",
-    "tests/trainer/test_experts.py",
     "tests/trainer/test_sources.py",
 )
 """Engine, building and loading of models, and reading of data: what older packages have

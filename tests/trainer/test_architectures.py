@@ -1,4 +1,4 @@
-"""Packed documents of every architecture train as if each were alone, whatever attention runs."""
+"""Every architecture: packed documents train as if each were alone, and positions are scaled."""
 
 import json
 import subprocess
@@ -10,19 +10,22 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from benchmarks.architecture_models import KINDS, MULTIMODAL, of_kind
-from so_tui.spec import ModelSpec
+from so_tui.spec import ModelSpec, check_tree
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import attention, checkpointing
+from so_tui_trainer.export import export
+from so_tui_trainer.model import attention
 from so_tui_trainer.model.build import _refuse_unlisted, build
 from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, loss_alone, spec
+from tests.support.launching import tiny
+from tests.support.model_checkpoints import checkpoint_of
 from tests.support.models import (
     IN_ROWS,
     LATENT,
@@ -36,10 +39,11 @@ from tests.support.models import (
     causal_model,
     gradients_of,
     known,
+    load_pretrained,
     scaled_down,
 )
 from tests.support.problems import refusal, rejected
-from tests.support.small_training import SHAPE, Trained, agree, trained
+from tests.support.small_training import Trained
 
 
 @pytest.mark.parametrize(
@@ -147,45 +151,6 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
         build(packed, torch.device("cpu"), {})
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("name", ["qwen3-14b", "gpt-oss-20b"])
-def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) -> None:
-    """Loss and gradients, with far less padding."""
-    implementation = attention.register(PLAIN)
-    config = load_config(scaled_down(name))
-    causal = causal_model(config, dtype=torch.float32, attention=implementation)
-    rows = spec(data__sequence_length="128", data__packing=packing, train__micro_batch="4")
-    batches = Batches(documents(30), rows, 0)
-    found, tokens = [], []
-    for batches.end_to_end in (False, True):
-        batch = next(batches.micro_batches(1))
-        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
-        found.append(stepped(causal, loss))
-        tokens.append(batch.input_ids.numel())
-    (expected, theirs), (loss_found, ours) = found
-    assert loss_found == pytest.approx(expected, rel=1e-6)
-    are_close(ours, theirs, 1e-4, 1e-6)
-    assert tokens[1] < tokens[0]
-
-
-@pytest.mark.parametrize(
-    ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 1)]
-)
-def test_sink_attention_is_kept_with_activations(
-    policy: checkpointing.Policy, repeated: int
-) -> None:
-    calls: list[int] = []
-
-    def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        return PLAIN.forward(*arguments)
-
-    noted = PLAIN._replace(forward=counted)
-    found = trained(policy, "gpt_oss", with_kernels=noted)
-    assert len(calls) == (1 + repeated) * SHAPE["num_hidden_layers"]
-    agree(found, trained("none", "gpt_oss", with_kernels=PLAIN), 1e-5, 1e-7)
-
-
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
 def test_the_widest_heads_decide() -> None:
     meta = meta_model(load_config(another("gemma4_text")))
@@ -254,3 +219,84 @@ def test_architectures_train_resume_and_export(names: tuple[str, ...], tmp_path:
     assert {row["name"] for row in found} == set(names)
     for row in found:
         assert all(row[name] for name in ("trains", "resume_exact", "export_equal")), row
+
+
+POSITIONS, FACTOR = 64, 4.0
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+@pytest.mark.parametrize("name", ["qwen3-14b", "seed-oss-36b"])
+def test_positions_are_scaled_and_exported(name: str, kind: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = scaled_down(name)
+    shape = plain.config | {"max_position_embeddings": POSITIONS}
+    model = replace(plain, id="builtin:tiny", config=shape, rope_scaling=kind, rope_factor=FACTOR)
+    assert model.positions == POSITIONS * FACTOR
+    ours: Any = causal_model(load_config(model))
+    # As in a config.json of transformers 4.56.
+    original = {"original_max_position_embeddings": POSITIONS} if kind == "yarn" else {}
+    asked = shape | {
+        "rope_scaling": {"rope_type": kind, "factor": FACTOR, **original},
+        "max_position_embeddings": int(POSITIONS * FACTOR),
+    }
+    asked.pop("model_type")
+    theirs: Any = causal_model(AutoConfig.for_model(shape["model_type"], **asked))
+    unscaled: Any = causal_model(load_config(replace(model, rope_scaling="model", rope_factor=1.0)))
+    for other in (theirs, unscaled):
+        other.load_state_dict(ours.state_dict())
+    ids = torch.arange(5, 5 + 2 * POSITIONS)[None]
+    with torch.no_grad():
+        found, wanted, without = (
+            each.eval()(input_ids=ids).logits for each in (ours, theirs, unscaled)
+        )
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(found, without)
+
+    spec = replace(tiny(data__sequence_length="128"), model=model)
+    checkpoint_of(ours, spec, tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    rope = written["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == (kind, FACTOR)
+    assert written["max_position_embeddings"] == POSITIONS * FACTOR
+    loaded, _ = load_pretrained(tmp_path / "model")
+    found_rope, our_rope = loaded.get_submodule("model.rotary_emb"), ours.model.rotary_emb
+    torch.testing.assert_close(found_rope.inv_freq, our_rope.inv_freq)
+    assert found_rope.attention_scaling == our_rope.attention_scaling
+
+
+LLAMA = scaled_down("llama-3.1-8b")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99}
+HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama3", LLAMA.config | {"rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 256}),
+        ("several", another("gemma3_text").config),
+        ("none", GPT2),
+        ("own", scaled_down("phi-4").config),
+        ("own of experts", LLAMA.config | {"model_type": "phimoe"}),
+        ("unused", HYBRID | {"layer_types": ["mamba", "attention"]}),
+    ],
+)
+def test_positions_that_cannot_be_scaled_are_refused(kind: str, config: dict[str, Any]) -> None:
+    """In the unused kind no layer turns anything by its position, though it is described."""
+    scaled = replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
+    with rejected("rope-not-scalable", field="model.rope_scaling"):
+        load_config(scaled)
+
+
+@pytest.mark.parametrize("given", [{"rope_scaling": "yarn"}, {"rope_factor": 2.0}])
+def test_a_scaling_needs_its_factor(given: dict[str, Any]) -> None:
+    tree = {"name": "x", "model": {"id": "m"} | given, "data": {"source": "x"}}
+    with rejected("rope-factor"):
+        check_tree(tree | {"train": {"steps": 1}})

@@ -7,7 +7,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -91,20 +90,6 @@ def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | N
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_capped_scores_give_every_gradient(window: int | None) -> None:
-    inputs, gradient, documents = case(window, torch.float64)
-    documents = documents._replace(softcap=1.5)
-    query, key, value, sinks = inputs
-    keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
-    capped = 1.5 * (torch.einsum("qhd,khd->hqk", query, keys) * documents.scale / 1.5).tanh()
-    scores = capped.masked_fill(~visible(documents), -torch.inf)
-    with_sinks = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
-    out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
-    found = results(attended(inputs, documents, PLAIN), inputs, gradient)
-    are_close_to(found, results(out, inputs, gradient))
-
-
 def as_transformers_calls_it(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Documents
 ) -> Tensor:
@@ -114,18 +99,6 @@ def as_transformers_calls_it(
     attention = known()[register(PLAIN)]
     out: Tensor = attention(None, query, key, value, mask, scaling=documents.scale, **boundaries)[0]
     return out
-
-
-def test_values_with_smaller_heads_than_keys_are_attended() -> None:
-    """DeepSeek's latent attention."""
-    inputs, _, documents = case(None, torch.float64)
-    query, key, value = (tensor.detach().transpose(0, 1)[None] for tensor in inputs[:3])
-    value = value[..., :-6]
-    out = as_transformers_calls_it(query, key, value, None, documents)
-    keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
-    mask = visible(documents)
-    expected = scaled_dot_product_attention(query, keys, values, mask, scale=documents.scale)
-    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:

@@ -49,9 +49,9 @@ class Run:
         self.directory = create_run(self._spec, folder / "runs")
         self.attempt = 0
 
-    def start(self, environment: dict[str, str] | None = None) -> None:
+    def start(self, **environment: str) -> None:
         self.attempt += 1
-        self._process = start(self.directory, self._spec, self._environment | (environment or {}))
+        self._process = start(self.directory, self._spec, self._environment | environment)
 
     def wait_for(self, moment: Callable[[], bool]) -> None:
         end = time.monotonic() + 200
@@ -76,8 +76,7 @@ class Run:
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the records of a kind of this attempt."""
-        every = of_kind(self.directory, kind)
-        return [record for record in every if record.attempt == self.attempt]
+        return [each for each in of_kind(self.directory, kind) if each.attempt == self.attempt]
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written while this attempt trains."""
@@ -96,7 +95,6 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Of this attempt, by step."""
         return {record.step: record.loss for record in self.of(StepRecord)}
 
 
@@ -155,7 +153,7 @@ def test_a_broken_save_leaves_the_checkpoint_before(
     assert run.valid == [end.step]
 
     shim = Shim(library, tmp_path / "control")
-    run.start(shim.environment())
+    run.start(**shim.environment())
     run.wait_for(run.is_writing)
     shim.fill("/checkpoints/")
     failed = run.finish()

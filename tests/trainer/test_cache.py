@@ -90,17 +90,8 @@ def test_other_data_or_options_are_another_entry(tmp_path: Path) -> None:
     assert len(folders_of(tmp_path, *options, other)) == 5
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ({"instruction": "Ask.", "output": "Yes."}, {"output": "Ask.", "instruction": "Yes."}),
-        ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
-        ({"messages": turns("a", "a")}, {"conversations": turns("a", "a", keys="from value")}),
-    ],
-)
-def test_the_same_values_under_other_names_are_another_entry(
-    rows: tuple[dict[str, object], dict[str, object]], tmp_path: Path
-) -> None:
+def test_the_same_values_under_other_names_are_another_entry(tmp_path: Path) -> None:
+    rows = {"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}
     one, other = (spec_of(lines(tmp_path, [row], f"{n}.jsonl")) for n, row in enumerate(rows))
     assert len(folders_of(tmp_path, one, other)) == 2
 
@@ -202,11 +193,6 @@ def test_a_bad_row_in_another_process_is_named(tmp_path: Path) -> None:
     problem = refusal(lambda: prepare(spec_of(path), tmp_path / "cache"))
     assert (problem.code, problem.value) == ("data-row-unreadable", f"{path}, row 86")
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_processes_follow_cores_and_rows() -> None:
-    assert tokens._processes_for(100) == 1
-    assert tokens._processes_for(10_000_000) == min(len(os.sched_getaffinity(0)), 32)
 
 
 def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) -> None:

@@ -63,21 +63,12 @@ def test_data_with_a_part_held_out_are_other_training_data() -> None:
     assert len(set(every)) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "source", "split"),
-    [
-        ({"data__evaluation": "other/data"}, "other/data", "train"),
-        ({"data__source": "some/data", "data__evaluation_split": "test"}, "some/data", "test"),
-    ],
-)
-def test_other_data_to_evaluate_on(changes: dict[str, str], source: str, split: str) -> None:
-    found = evaluation_spec(spec(**changes))
-    assert found is not None
-    assert (found.data.source, found.data.split) == (source, split)
-
-
 def test_evaluations_are_of_one_kind_or_none() -> None:
     assert evaluation_spec(spec()) is None
+    other = evaluation_spec(spec(data__evaluation="other/data"))
+    split = evaluation_spec(spec(data__source="some/data", data__evaluation_split="test"))
+    sources = [(each.data.source, each.data.split) for each in (other, split) if each]
+    assert sources == [("other/data", "train"), ("some/data", "test")]
     with rejected("several-evaluations"):
         spec(data__held_out="5", data__evaluation="other/data")
     with rejected("no-evaluation-data"):

@@ -1,33 +1,31 @@
-"""What an export holds for every architecture, may replace and leaves behind."""
+"""What an export holds, may replace and leaves behind; runs converted for DeepSpeed, and back."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import subprocess
-import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 
-from so_tui.launch.helper_jobs import ExportProgress, in_steps
-from so_tui.runs import RunDirectory, create_run, read_spec
+from so_tui.cli import main
+from so_tui.launch.helper_jobs import ExportProgress, from_deepspeed
+from so_tui.runs import RunDirectory, list_runs, read_state
 from so_tui.runs.directory import run_id
 from so_tui.spec import InputError, ModelSpec, RunSpec
+from so_tui_trainer import checkpoint_folder
+from so_tui_trainer.checkpoint_folder import optimizer_folder
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import (
     ExportMarker,
-    Stage,
     export,
     of_checkpoint,
     refuse_foreign,
@@ -35,8 +33,9 @@ from so_tui_trainer.export import (
     replacing,
 )
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.tools.channel import with_newest
+from so_tui_trainer.tools.convert import convert
 from so_tui_trainer.tools.export import _export_run
+from tests.support.engine import by_name
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
 from tests.support.models import (
@@ -206,9 +205,8 @@ def keeps(spec: RunSpec, model: Any, kept: dict[str, torch.Tensor], folder: Path
     assert not any(info.values()), info
     for found in (loaded, of_checkpoint(folder / "checkpoint", spec)):
         for name, tensor in kept.items():
-            torch.testing.assert_close(
-                found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01
-            )
+            stored = found.state_dict()[name].float()
+            torch.testing.assert_close(stored, tensor, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -322,72 +320,6 @@ def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.9 * written < last.total_bytes <= written
 
 
-def test_a_folder_that_has_its_name_already_is_written(tmp_path: Path) -> None:
-    stage = Stage()
-    stage.write(tmp_path / "renamed", {"weight": torch.zeros(8, dtype=torch.bfloat16)})
-    assert stage.done_bytes() == stage.total_bytes == 16
-
-
-def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
-    run = run_with_checkpoints(tmp_path, 5)
-    may_end, done = threading.Event(), threading.Event()
-
-    def work(_: object) -> None:
-        may_end.wait(60)
-        done.set()
-
-    def progress() -> dict[str, object]:
-        known: dict[str, object] = {"done": done.is_set()}
-        may_end.set()  # the work ends while this is asked
-        assert done.wait(60)
-        time.sleep(0.05)
-        return known
-
-    assert list(with_newest(run, read_spec(run), "exporting", work, progress))[-1] == {"done": True}
-
-
-def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
-    def at(doing: Literal["reading", "writing"], *done: int) -> list[ExportProgress]:
-        return [ExportProgress(doing=doing, done_bytes=each, total_bytes=1000) for each in done]
-
-    (end,) = at("writing", 1000)
-    read = at("reading", *range(0, 1001, 5))
-    given: list[ExportProgress | str] = ["exporting step 5", *read, *at("writing", 0, 50, 1000)]
-    given += [end, "done", end, "done"]
-    assert list(in_steps(iter(given), 10)) == [
-        "exporting step 5",
-        *at("reading", *range(0, 1001, 100)),
-        *at("writing", 0, 1000),
-        "done",
-        "done",
-    ]
-
-
-@pytest.mark.slow
-def test_without_a_network_what_is_in_the_hubs_cache_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compute nodes have none, and every look-up would wait half a minute for it."""
-    cached = tmp_path / "hub" / "models--someone--chat"
-    chat = chat_model(cached / "snapshots" / "0123")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123")
-    spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
-    run = create_run(spec, tmp_path / "runs")
-    model: Any = causal_model(AutoConfig.from_pretrained(chat), dtype=torch.float32)
-    checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    asked = json.dumps({"run": str(run.path), "to": str(tmp_path / "model")})
-    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
-    assert "Retrying" not in done.stderr
-
-
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5, 6)
     states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
@@ -400,3 +332,56 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
     problem = refusal(lambda: told(run, tmp_path))
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return run_with_checkpoints(tmp_path / "runs", 5)
+
+
+def converted(run: RunDirectory, folder: Path) -> str:
+    """Convert a run for DeepSpeed; return the arguments that make a run of it in ``back``."""
+    *_, answer = convert({"run": str(run.path), "to": str(folder / "theirs")})
+    assert answer["step"] == 5
+    return f"convert {folder / 'theirs'} --runs-dir {folder / 'back'}"
+
+
+def test_a_converted_run_keeps_states_and_place_in_the_data(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    back_again = converted(run, tmp_path)
+    assert main(f"{back_again} --as tiny --set train.steps=9".split()) == 0
+    (back,) = list_runs(tmp_path / "back")
+    state = read_state(back)
+    assert (state.state, state.step, state.saved_step, state.total_steps) == ("stopped", 5, 5, 9)
+    before, after = (
+        checkpoint_folder.newest(made.checkpoints_dir, run_id(made)) for made in (run, back)
+    )
+    assert before is not None
+    assert after is not None
+    assert (after.manifest.step, after.manifest.consumed_sequences) == (5, 10)
+    assert after.manifest.data == before.manifest.data
+    ours, theirs = (
+        {name: states for name, (_, states) in by_name(optimizer_folder(found.path)).items()}
+        for found in (before, after)
+    )
+    assert ours == theirs
+
+
+def test_what_is_there_is_refused_and_stays(run: RunDirectory, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "weights").write_text("mine")
+    assert refusal(lambda: converted(run, tmp_path)).code == "export-would-overwrite"
+    assert (theirs / "weights").read_text() == "mine"
+
+
+def test_a_checkpoint_of_another_model_leaves_no_run_behind(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    back = tmp_path / "back"
+    problem = refusal(lambda: from_deepspeed(tmp_path / "runs", tiny(), back, lambda _: None))
+    assert problem.code == "not-deepspeeds"
+    assert list_runs(back) == ()
+    assert main(f"{converted(run, tmp_path)} --as qwen3-14b".split()) == 2
+    assert list_runs(back) == ()

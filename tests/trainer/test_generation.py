@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -211,7 +211,6 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
     [
         ("model.safetensors", b"\0" * 5, "model-unreadable"),
         ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}', "model-unreadable"),
-        ("config.json", b"[1]", "model-unreadable"),
         ("config.json", b"[" * 200_000, "model-unreadable"),
         ("tokenizer_config.json", b"[]", "tokenizer-unreadable"),
     ],
@@ -231,17 +230,11 @@ def test_a_damaged_folder_is_named(
         assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
 
 
-@pytest.mark.parametrize(
-    ("weights", "field"), [("pretrained", "model.id"), ("random", "model.config")]
-)
-def test_a_contradicting_shape_is_refused(
-    weights: Literal["pretrained", "random"], field: str, tmp_path: Path
-) -> None:
+def test_a_contradicting_shape_is_refused(tmp_path: Path) -> None:
     shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    model = ModelSpec(id=str(tmp_path), weights=weights, config=shape)
-    problem = refusal(lambda: load_config(model))
-    assert (problem.code, problem.field) == ("model-config-unreadable", field)
+    problem = refusal(lambda: load_config(ModelSpec(id=str(tmp_path))))
+    assert (problem.code, problem.field) == ("model-config-unreadable", "model.id")
     assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 
@@ -262,15 +255,13 @@ def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedM
     (folder / "so_tui_export.json").write_bytes(marker)
     load = LoadModel(folder=str(folder), compare=True)
 
+    def loaded() -> Iterator[Any]:
+        yield (yield from _of_folder(load))
+
     def base() -> ModelSpec:
-        steps = _of_folder(load)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                _, model, _, step = end.value
-                assert step == 5
-                return _base_of(load, model)
+        *_, (_, model, _, step) = loaded()
+        assert step == 5
+        return _base_of(load, model)
 
     assert base() == TUNED
     folder.chmod(0o777)
@@ -353,11 +344,6 @@ def test_the_seed_of_training_decides_answers(asked: Callable[[RunSpec], Asked])
     assert torch.equal(torch.random.get_rng_state(), before), "training draws as without prompts"
 
 
-def test_a_prompt_needs_room_for_its_answer(asked: Callable[[RunSpec], Asked]) -> None:
-    long = spec(prompts__texts=json.dumps(["word " * 400]))
-    assert refusal(lambda: asked(long)).code == "prompt-too-long"
-
-
 def test_documents_of_one_row_are_told_apart() -> None:
     batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
     assert batch.input_ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0]
@@ -387,9 +373,3 @@ def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None
     assert read_answers(run).asked[-2].step == 49
     run.answers_path.write_text('{"asked": [')
     assert read_answers(run).asked == ()
-    run.answers_path.unlink()
-    run.answers_path.mkdir()  # what cannot be read is not replaced
-    assert read_answers(run).asked == ()
-    with pytest.raises(OSError, match="answers"):
-        add_answers(run, asked_at(1))
-    assert run.answers_path.is_dir()

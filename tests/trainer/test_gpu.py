@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from so_tui.model.flops import loss_bytes
-from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
+from so_tui.runs.records import EndRecord, StepRecord
 from so_tui_trainer.data.batches import Batches, Prefetcher
 from so_tui_trainer.model import attention
 from so_tui_trainer.model.config import disable_dropout, load_config
@@ -28,7 +28,7 @@ from tests.support.models import (
     gradients_of,
     scaled_down,
 )
-from tests.support.shared_run import PARTS, SUPEROFFLOAD
+from tests.support.shared_run import PARTS
 
 pytestmark = pytest.mark.gpu
 
@@ -111,19 +111,6 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     assert len(found) == len(expected) == 15
     for copies, batch in zip(found, expected, strict=True):
         assert all(map(torch.equal, (copy.cpu() for copy in copies), batch.tensors))
-
-
-@pytest.mark.slow
-def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> None:
-    settings = SUPEROFFLOAD | {"gpus": "1", "train__steps": "6", "data__held_out": "30"}
-    settings |= {"checkpoint__at_end": "false", "train__deterministic": "true"}
-    losses = []
-    for every in ("0", "2"):
-        run, code = train(tiny(**settings, train__evaluate_every_steps=every), tmp_path / every)
-        assert code == 0, log(run)
-        losses.append([record.loss for record in of_kind(run, StepRecord)])
-        assert of_kind(run, EvaluationRecord)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.failures import Explanation, Failure, NonFiniteError
+from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
@@ -96,21 +96,6 @@ def test_binding_moves_every_thread_or_reports_a_problem(possible: bool) -> None
     assert report.cpus == (cpus if possible else here)
     assert ("4000" in report.problem) != possible
     assert not possible or report.memory_policy.startswith(wanted.memory_policy.mode)
-
-
-def test_the_parts_of_a_step_add_up_to_it() -> None:
-    clock = metrics.StepClock(torch.device("cpu"))
-    parts: tuple[metrics.StepPart, ...] = ("data", "forward", "backward", "forward", "optimizer")
-    for part in parts:
-        time.sleep(0.002)
-        clock.lap(part)
-    times = clock.end_step().read()
-    assert min(times.data, times.backward, times.optimizer) >= 0.002
-    assert times.forward >= 0.004
-    assert times.total == pytest.approx(sum(times))
-    time.sleep(0.01)
-    clock.lap("other")
-    assert clock.end_step().read().other > 0.009
 
 
 @pytest.fixture
@@ -228,13 +213,6 @@ def phase(detail: str, attempt: int = 1) -> PhaseRecord:
     return PhaseRecord(attempt=attempt, time=0.0, phase="training", detail=detail)
 
 
-def test_a_record_of_another_attempt_is_an_error(tmp_path: Path) -> None:
-    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
-    recorder.write(phase("", attempt=2))
-    with pytest.raises(ValueError, match="attempt 2"):
-        recorder.flush()
-
-
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk; the error comes from the system."""
     run = RunDirectory(tmp_path)
@@ -346,22 +324,6 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
     assert time.process_time() - began < 4
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (True, bool),
-        (Path("/a"), Path),
-        (None, Path | None),
-        (Explanation("code", "reason", "suggestion"), Explanation | None),
-    ],
-)
-def test_values_arrive_as_they_were(value: object, kind: object, single_rank: Ranks) -> None:
-    assert single_rank.all_gather(value, kind) == [value]
-    assert single_rank.broadcast(value, kind) == value
-    with pytest.raises(msgspec.ValidationError):
-        single_rank.broadcast(value, int)
-
-
 class Reads:
     """Measurements that take as long as the test wants, by a clock that the test turns."""
 
@@ -394,21 +356,15 @@ def test_a_step_never_waits_for_a_measurement_but_the_first(
     assert reads.begun == 2, "one at a time"
 
 
-@pytest.mark.parametrize(("age_s", "interval_s"), [(60.0, 20.0), (200.0, 500.0)])
-def test_costly_measurements_become_rare(
-    age_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costly_measurements_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, memory = Reads(monkeypatch, takes_s=5.0), metrics._HostMemory()
     memory.latest_bytes()
-    reads.now = age_s
+    reads.now = 200.0
     memory.latest_bytes()
     wait_until(lambda: memory.latest_bytes() == 2)
-    reads.now = age_s + 5.0 + interval_s - 1
-    memory.latest_bytes()
-    assert reads.begun == 2
-    reads.now += 2
-    memory.latest_bytes()
-    wait_until(lambda: memory.latest_bytes() == 3)
+    for reads.now, begun in ((704.0, 2), (706.0, 3)):
+        memory.latest_bytes()
+        wait_until(lambda begun=begun: memory.latest_bytes() == begun)  # type: ignore[misc]
 
 
 def test_it_counts_what_has_been_touched() -> None:
@@ -440,26 +396,20 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "bytes_per_s", "whole_bytes"),
-    [(0.0, 1e9, 1 << 26), (0.0, 1e7, 1 << 20), (0.0, 1e12, 1 << 28), (1e-3, 1e10, 1 << 28)],
+    ("latency_s", "bytes_per_s", "whole_bytes"), [(0.0, 1e7, 1 << 20), (1e-3, 1e10, 1 << 28)]
 )
 def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
-    latency_s: float,
-    bytes_per_s: float,
-    whole_bytes: int,
-    single_rank: Ranks,
-    monkeypatch: pytest.MonkeyPatch,
+    latency_s: float, bytes_per_s: float, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    twelve = Ranks(0, 12, torch.device("cpu"), None)  # type: ignore[arg-type]
 
     def both_s(_ranks: Ranks, size: int) -> float:
         asked.append(size)
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
     monkeypatch.setattr(metrics, "_both_s", both_s)
-    assert metrics._measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
-        bytes_per_s, rel=0.05
-    )
+    assert metrics._measure_network_rate(twelve) == pytest.approx(bytes_per_s, rel=0.05)
     assert asked[-1] == whole_bytes
 
 

@@ -1,4 +1,4 @@
-"""What is kept or computed again changes memory and time, never the numbers."""
+"""What is kept, computed again or cut into tiles changes memory and time, never the numbers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from so_tui.model.profile import ModelProfile
 from so_tui.model.shape import architecture
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import attention, checkpointing
+from so_tui_trainer.model import fused as kernels
 from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import load_config
 from tests.support.attention import PLAIN
@@ -27,8 +28,8 @@ from tests.support.small_training import (
     EXPERTS,
     MIXTURES,
     PRODUCTS,
-    QUERIES,
     SHAPE,
+    TOKENS,
     Watching,
     agree,
     forward,
@@ -102,32 +103,6 @@ def test_activations_in_pinned_memory_change_nothing_on_a_gpu(
     agree(trained(policy, offloaded=True, **options), trained(policy, **options), 1e-4, 1e-6)
 
 
-@pytest.mark.gpu
-def test_activations_go_to_pinned_memory_on_their_own_stream() -> None:
-    causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
-    inputs: list[int] = []
-    to_host: list[int] = []
-    to_gpu: list[int] = []
-
-    def note(operation: Any, arguments: Any, _result: Any) -> None:
-        if torch.cuda.current_stream() == torch.cuda.default_stream():
-            return
-        if operation is torch.ops.aten.copy_.default:
-            target, source = arguments[:2]
-            assert (source if target.is_cuda else target).is_pinned()
-            (to_gpu if target.is_cuda else to_host).append(target.nbytes)
-
-    for layer in checkpointing.checkpointed_layers(causal):
-        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].nbytes))
-    with Watching(note):
-        torch.autograd.backward(forward(causal))
-    of_head = inputs[0] // SHAPE["hidden_size"]
-    sizes = [inputs[0], of_head * QUERIES, of_head * SHAPE["num_attention_heads"]]
-    layers = SHAPE["num_hidden_layers"]
-    assert to_host == sizes * layers
-    assert to_gpu == sizes * (layers - 1), "the last layer's are still on the GPU"
-
-
 def test_only_what_the_last_layer_keeps_stays_on_the_gpu() -> None:
     """The graph that backward follows holds no other tensor of a layer's input, or of attention's
     results, which backward reads from the host.
@@ -153,28 +128,6 @@ def test_only_what_the_last_layer_keeps_stays_on_the_gpu() -> None:
     torch.autograd.backward(loss)
     assert len(results) == 2 * before + 2, "none is computed again"
     assert not any(storage() for storage in inputs + results)
-
-
-def test_backward_fetches_one_layer_ahead() -> None:
-    """Its input before that layer's attention, its results once that layer has taken its own."""
-    causal: Any = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
-    layers, seen = SHAPE["num_hidden_layers"], list[str]()
-    widths = {SHAPE["hidden_size"]: "input", SHAPE["head_dim"]: "result"}
-
-    def note(operation: Any, arguments: Any, _result: Any) -> None:
-        if operation is torch.ops.aten.copy_.default:
-            seen.append(widths.get(arguments[0].shape[-1], "log-sum-exp"))
-
-    for layer in causal.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda *_: seen.append("attention"))
-        layer.mlp.register_forward_pre_hook(lambda *_: seen.append("mlp"))
-    each = ["input", "attention", "result", "log-sum-exp", "mlp"]
-    with Watching(note):
-        loss = forward(causal)
-        assert seen[: 5 * layers] == each * layers
-        seen.clear()
-        torch.autograd.backward(loss)
-    assert seen == each * (layers - 1) + ["attention", "mlp"]
 
 
 def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
@@ -261,21 +214,6 @@ def test_selective_repeats_no_matrix_product(
     assert products == {"forward": 7 * layers, "backward": (14 + repeated) * layers}
 
 
-@pytest.mark.parametrize(("kind", "every"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
-@pytest.mark.parametrize("policy", ["selective", "full"])
-def test_the_last_product_of_odd_layers_is_not_repeated(
-    policy: checkpointing.Policy, kind: str, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Falcon-H1 lists its feed-forward block first; HunYuan's knows its layer's number."""
-    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-    causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
-    checkpointing.install(causal, policy)
-    products = products_of_a_step(causal)
-    layers = len(checkpointing.checkpointed_layers(causal))
-    repeated = every - 1 if policy == "full" else 0
-    assert products == {"forward": every * layers, "backward": (2 * every + repeated) * layers}
-
-
 @pytest.mark.parametrize("model_type", MIXTURES)
 @pytest.mark.parametrize(
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 1), ("full", 1)]
@@ -288,3 +226,79 @@ def test_selective_repeats_no_product_of_experts(
     layers = SHAPE["num_hidden_layers"]
     assert products["experts' forward"] == 2 * layers
     assert products["experts' backward"] == (4 + repeated) * layers
+
+
+@pytest.mark.parametrize(
+    ("policy", "model_type"), pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"])
+)
+def test_tiles_change_no_loss_and_no_gradient(
+    policy: checkpointing.Policy, model_type: str
+) -> None:
+    """Of 256 tokens, 100 at a time."""
+    agree(trained(policy, model_type, tile=100), trained(policy, model_type), 1e-4, 1e-7)
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy) -> None:
+    """In all passes of a micro-batch in bf16; no tensor of attention is as wide."""
+    counts = {0: 0, 32: 0}
+    for tile in counts:
+        causal: Any = model_of(
+            policy, "llama", tile=tile, fused=(), dtype=torch.bfloat16, head_dim=24
+        )
+        causal.model.norm = torch.nn.Identity()  # the last norm belongs to no layer
+
+        def note(_operation: Any, _arguments: Any, made: Any, tile: int = tile) -> None:
+            if isinstance(made, Tensor) and made.dtype is torch.float32:
+                counts[tile] += made.numel() == TOKENS * SHAPE["hidden_size"]
+
+        with Watching(note):
+            ids = torch.arange(TOKENS)[None]
+            hidden = causal.model(input_ids=ids, use_cache=False).last_hidden_state
+            torch.autograd.backward(hidden.sum())
+    assert counts[0] > 0
+    assert counts[32] == 0
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
+    assert kernels.install_tiles(model_of("full", model_type), 100) == 0
+
+
+def work_of(model_type: str, tile: int) -> int:
+    """Return the multiplications of the matrix products of a pass forward and backward."""
+    causal = model_of("full", model_type, tile=tile)
+    counts: list[int] = []
+
+    def note(operation: Any, arguments: Any, _result: Any) -> None:
+        if operation in PRODUCTS:
+            one, other = arguments[-2:]
+            counts.append(one.numel() * other.shape[1])
+
+    with Watching(note):
+        torch.autograd.backward(forward(causal))
+    return sum(counts)
+
+
+@pytest.mark.parametrize(("model_type", "again"), [("qwen3", 1), ("gemma3_text", 3)])
+def test_tiles_repeat_no_product_but_the_last_of_each_block(model_type: str, again: int) -> None:
+    """All three where a norm follows the block; none where one tile holds all tokens."""
+    whole = work_of(model_type, 0)
+    product = TOKENS * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+    assert work_of(model_type, 100) == whole + again * SHAPE["num_hidden_layers"] * product
+    assert work_of(model_type, TOKENS) == whole
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "hunyuan_v1_dense"])
+def test_the_feed_forward_block_of_odd_layers_is_cut(kind: str) -> None:
+    """Not attention, in which tokens meet, where a layer lists it last, as Falcon-H1's. HunYuan's
+    feed-forward block has a layer's number, as attention does.
+    """
+    causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
+    layers: Any = checkpointing.checkpointed_layers(causal)
+    blocks = [layer.feed_forward if kind == "falcon_h1" else layer.mlp for layer in layers]
+    whole = [block.forward for block in blocks]
+    attention = [layer.self_attn.forward for layer in layers]
+    assert kernels.install_tiles(causal, 100) == len(layers)
+    assert [layer.self_attn.forward for layer in layers] == attention
+    assert all(block.forward != before for block, before in zip(blocks, whole, strict=True))

@@ -110,14 +110,6 @@ def hunyuan(chosen: int | list[int]) -> PreTrainedModel:
     return built(shape | {"model_type": "hunyuan_v1_moe", "moe_topk": chosen})
 
 
-def test_experts_that_are_chosen_may_be_listed_layer_by_layer() -> None:
-    """As in HunYuan, whose lists may have one value throughout."""
-    one, listed = (
-        watched(causal, RouterLoss(causal, 0.5))[0] for causal in (hunyuan(2), hunyuan([2, 2, 2]))
-    )
-    assert one == listed > 1.9
-
-
 def test_models_without_experts_or_with_odd_routers_are_refused() -> None:
     """JetMoE's are recorded in several ways."""
     with rejected("no-experts"):

@@ -143,20 +143,6 @@ def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
     assert not documents_of(tmp_path, only).warnings
 
 
-@pytest.mark.parametrize(
-    ("split", "code"),
-    [
-        ("train[:10", "data-split-unknown"),
-        ("train[:1%]", "data-split-empty"),
-        ("nothing", "data-split-unknown"),
-    ],
-)
-def test_a_wrong_split_is_named(tmp_path: Path, split: str, code: str) -> None:
-    rows = lines(tmp_path, alpaca("One.", split="a"))
-    problem = source_refusal(rows, tmp_path, data__split=split)
-    assert (problem.code, problem.field, problem.value) == (code, "data.split", split)
-
-
 def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     lines(folder / "easy", [ROWS["alpaca"]] * 4, "train.jsonl")
@@ -173,14 +159,15 @@ def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     for split, said in (("train[:50%]", ["Five."] * 3), ("test", ["Held out."])):
         assert answers(tmp_path, folder, data__subset="hard", data__split=split) == said
     assert source_refusal(folder, tmp_path).code == "data-subset-unknown"
-    absent = source_refusal(folder, tmp_path, data__subset="easy", data__split="validation")
-    assert absent.code == "data-split-unknown"
     of_file = source_refusal(folder / "hard" / "test.jsonl", tmp_path, data__subset="hard")
-    assert (of_file.code, of_file.field, of_file.value) == (
-        "data-subset-of-file",
-        "data.subset",
-        "hard",
-    )
+    assert (of_file.code, of_file.value) == ("data-subset-of-file", "hard")
+    for split, code in (
+        ("train[:10", "data-split-unknown"),
+        ("train[:1%]", "data-split-empty"),
+        ("validation", "data-split-unknown"),
+    ):
+        problem = source_refusal(folder, tmp_path, data__subset="easy", data__split=split)
+        assert (problem.code, problem.field, problem.value) == (code, "data.split", split)
 
 
 GOOD = json.dumps(ROWS["alpaca"])
@@ -206,11 +193,9 @@ def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
         ("rows.txt", "anything", "data-file-type-unknown"),
         ("rows.json", '[{"instruction": "a", "output": "b"},', "data-source-unreadable"),
         ("rows.jsonl", "[1, 2]\n3", "data-source-unreadable"),
-        ("rows.jsonl", "", "data-source-empty"),
         ("rows.jsonl", "\n\n  \n", "data-source-empty"),
         ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-source-unreadable"),
         ("rows.parquet", "no parquet", "data-source-unreadable"),
-        ("rows.json", "[]", "data-source-empty"),
         ("rows.csv", "instruction,output\n", "data-source-empty"),
         ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
         ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], "data-source-unreadable"),
@@ -225,8 +210,7 @@ def test_an_unusable_file_is_named(
     assert (problem.code, problem.field, problem.value) == (code, "data.source", str(path))
 
 
-def nested(opening: str, closing: str, levels: int) -> str:
-    return f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n'
+NESTED = f'{GOOD}\n{GOOD}\n{{"messages": {"[" * 50_000}1{"]" * 50_000}}}\n'
 
 
 @pytest.mark.parametrize(
@@ -235,25 +219,11 @@ def nested(opening: str, closing: str, levels: int) -> str:
         ("rows.json", "not json at all", "data-row-not-json", 1),
         ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', "data-row-not-json", 3),
         ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', "data-row-not-json", 2),
-        ("rows.jsonl.gz", f'{GOOD}\n{{"instruction": "a"', "data-row-not-json", 2),
-        ("rows.jsonl", nested("[", "]", 3_000), "data-row-too-deep", 3),
-        ("rows.jsonl", nested('{"a":', "}", 50_000), "data-row-too-deep", 3),
+        ("rows.jsonl", NESTED, "data-row-too-deep", 3),
         ("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]", "data-row-too-deep", None),
         ("rows.json.gz", f"[\n{DEEP}]", "data-row-too-deep", None),
-        ("rows.jsonl", f'{{"messages": {NINES}}}\n', "data-row-unreadable", 1),
         ("rows.jsonl", json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable", 1),
-        (
-            "rows.jsonl",
-            '{"instruction": "a", "output": 1}\n{"instruction": "a", "output": "x"}\n{"instruct',
-            "data-row-not-json",
-            3,
-        ),
-        (
-            "rows.jsonl",
-            f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"\n',
-            "data-number-too-long",
-            1,
-        ),
+        ("rows.jsonl", f'{{"output": {NINES}}}\n{{"instruction"\n', "data-number-too-long", 1),
         ("folder/b.jsonl", f'{GOOD}\n{{"instruction": "a"', "data-row-not-json", 2),
         ("folder/b.jsonl.gz", f"{GOOD}\n{DEEP}\n", "data-row-too-deep", 2),
     ],
@@ -316,17 +286,6 @@ def test_an_unreadable_column_is_named(tmp_path: Path, content: str, row: int, c
     problem = source_refusal(path, tmp_path)
     assert (problem.code, problem.value) == ("data-row-unreadable", f"{path}, row {row}")
     assert problem.message.startswith(f"column {column}: ")
-
-
-def test_an_unwritable_hub_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = "/proc/none/datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
-    for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
-        monkeypatch.delenv("HF_HOME", raising=False)
-        monkeypatch.setenv(variable, "/proc/none")
-        problem = source_refusal(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
-        assert (problem.code, problem.field, problem.value) == ("cache-unwritable", named, folder)
 
 
 def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ from so_tui_trainer.recorder import (
     _EventFile,
     _figures,
     _log_to_tensorboard,
-    trackers_of,
 )
-from tests.support.launching import of_kind, records, tiny
+from tests.support.launching import of_kind, records
 from tests.support.records import step_record
 
 step = partial(step_record, mfu=None, gradient_norm=None)
@@ -73,13 +72,6 @@ def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
     file.scalars({f"evaluation/{name}": value for name, value in evaluated.items()}, 6, 3.0)
     file.close()
     assert content(tmp_path / "logged") == content(tmp_path / "written")
-
-
-def test_figures_are_what_is_known_of_a_step() -> None:
-    found = _figures(step(3))
-    assert found["train/loss"] == 2.0
-    unknown = {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"}
-    assert not unknown & found.keys()
 
 
 class Fickle:
@@ -142,20 +134,6 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     assert said in warning.message
     assert recorder.hanging
     tracker.release.set()
-
-
-def test_a_tracker_gets_every_record_in_order(tmp_path: Path) -> None:
-    tracker = Fickle()
-    recorder, found = recorded(RunDirectory(tmp_path), tracker, 20)
-    assert tracker.got == found[:-1]
-    assert not recorder.hanging
-
-
-def test_only_what_was_asked_for(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    assert trackers_of(run, tiny()) == {}
-    asked = tiny(tracking__wandb="true", tracking__tensorboard="true")
-    assert list(trackers_of(run, asked)) == ["Weights & Biases", "TensorBoard"]
 
 
 @pytest.mark.slow

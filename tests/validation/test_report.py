@@ -92,42 +92,9 @@ def test_losses_are_compared_within_a_clipping(tmp_path: Path) -> None:
     valid("validate", (tmp_path / reports.FILE).read_text())
 
 
-@pytest.mark.parametrize(
-    ("clipping", "engine", "shown"),
-    [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)],
-)
-def test_waits_for_the_norm_are_told(clipping: float, engine: str, shown: bool) -> None:
-    settings = {"offload.engine": engine}
-    outcome = trained("clipped", (8.0, 7.0), clipping, settings=settings, held_back_steps=3)
-    assert ("3 of 4" in show._markdown(replace(EMPTY, outcomes=(outcome,)))) == shown
-
-
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     (found,) = reports._agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
     assert (found.by_step, found.largest) == ((0.0, None), None)
-
-
-def test_compared_losses_of_an_edited_report_are_shown_by_key() -> None:
-    agreement = (reports.LossAgreement(key="gone", reference="gpu", by_step=(0.0,), largest=0.0),)
-    report = replace(EMPTY, outcomes=(trained("gpu", (8.0,)),), agreement=agreement)
-    ((title, reference, *_),) = show.agreement_rows(report)
-    assert (title, reference) == ("gone", report.outcomes[0].title)
-
-
-def test_losses_of_many_steps_have_a_figure_of_their_own() -> None:
-    """And no speed."""
-    every = {"losses-gpu": 6.0, "losses-1": 6.0, "losses-2": None}
-    outcomes = (
-        trained("gpu", (8.0, 7.0)),
-        *(trained(key, (8.0, loss, 5.0), 1.0, losses_only=True) for key, loss in every.items()),
-    )
-    report = replace(EMPTY, outcomes=outcomes, agreement=reports._agreement_of(outcomes))
-    compared = [(one.key, one.reference) for one in report.agreement]
-    assert compared == [("losses-1", "losses-gpu"), ("losses-2", "losses-gpu")]
-    drawn = show._figures(report)
-    assert "losses-2" in drawn["losses.svg"]
-    assert ";gpu" not in drawn["losses.svg"]
-    assert "losses" not in drawn["tokens.svg"]
 
 
 def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:

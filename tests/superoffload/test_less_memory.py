@@ -1,22 +1,34 @@
-"""Engines with moments in bf16 and 8 bits: how close they are to fp32, saving and loading."""
+"""Moments in bf16 and 8 bits: how close they are to fp32. Weights in host memory: the same bits.
+
+On the CPU the Adam worker writes them where DeepSpeed gathers them from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_optimizer_state,
+    safe_set_full_optimizer_state,
+    set_z3_leaf_modules,
+)
+from torch.utils.checkpoint import checkpoint
 
 import superoffload
 from so_tui.model.sharding import StatesFormat
-from superoffload.checkpoint import Manifest, Rounded, SubGroupRecord, _rounded, saved_states
+from superoffload.checkpoint import Rounded, saved_states
 from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.shared_states import WEIGHTS_MEMORY_NAME
 from tests.support import engine as support
+from tests.support import rank_processes
+from tests.support.engine import ALL
 from tests.support.problems import coded
-from tests.support.reference_adamw import core_of
+from tests.support.reference_adamw import core_of, record_gradients
 
 pytestmark = pytest.mark.slow
 
@@ -85,30 +97,6 @@ def test_moments_from_the_gpu_are_rounded_once(states: StatesFormat, tmp_path: P
             assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=numel)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "rounded"),
-    [
-        (("cpu", "cpu"), ("cpu", "cpu"), (2, 0)),
-        (("cpu", "cpu"), ("gpu", "cpu"), (1, 0)),
-        (("gpu", "cpu"), ("cpu", "cpu"), (1, 1200)),
-        (("gpu", "cpu"), ("gpu", "gpu"), (0, 0)),
-    ],
-)
-def test_blocks_are_counted_if_both_runs_have_them_on_host(
-    before: tuple[str, str], now: tuple[str, str], rounded: tuple[int, int]
-) -> None:
-    def manifest(rank: int, ranks: int, devices: tuple[str, str]) -> Manifest:
-        groups = tuple(
-            SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,))
-            for name, device in zip("ab", devices, strict=True)
-        )
-        known = {"deepspeed": "", "mode": "", "engine": "", "ratio": 1.0}
-        return Manifest(**known, rank=rank, ranks=ranks, sub_groups=groups)  # type: ignore[arg-type]
-
-    two = [manifest(rank, 2, before) for rank in range(2)]
-    assert _rounded(two, manifest(0, 1, now)) == Rounded(*rounded)
-
-
 @pytest.mark.parametrize("states", FORMATS)
 def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path: Path) -> None:
     """A negative one would be the largest of its block, and a NaN could become a number."""
@@ -146,3 +134,89 @@ def test_moments_in_host_memory_are_read_and_not_set_one_by_one() -> None:
                 continue
             with coded(superoffload.OffloadError, "compact-moments"):
                 safe_set_full_optimizer_state(parameter, 2 * moment, "exp_avg")
+
+
+STEPS = 12
+
+
+def recomputed() -> support.Model:
+    """Return a model whose blocks are recomputed in backward."""
+    model = support.Model()
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    return model
+
+
+def gathered_whole() -> support.Model:
+    """Return a model whose blocks are all-gathered whole, as blocks of experts are."""
+    model = support.Model()
+    set_z3_leaf_modules(model, [support.Block])
+    return model
+
+
+def in_host_memory(weights: torch.Tensor) -> bool:
+    """Return whether weights are in the memory that the Adam worker shares."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= weights.data_ptr() < end:
+            return WEIGHTS_MEMORY_NAME in line
+    return False
+
+
+def trained_with(
+    parameters: support.Parameters,
+    ratio: float = 0.5,
+    model: Callable[[], support.Model] = support.Model,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Train and return all losses, gradients and states."""
+    torch.manual_seed(0)
+    settings = {"clipping": 9.0, "parameters": parameters, **settings}
+    with support.offloading(ratio, model(), **settings) as made:
+        gradients = record_gradients(made)
+        losses = support.train(made, support.batches(STEPS * settings.get("accumulation", 1)))
+        superoffload.synchronize(made)
+        for group in core_of(made).sub_groups:
+            assert in_host_memory(group.weights) == (parameters == "cpu" and not group.on_gpu)
+        for state in sub_group_states(made):
+            assert torch.equal(state.weights, state.master_weights.to(state.weights.dtype))
+        assert len(gradients) >= STEPS
+        return losses, gradients, support.states(made)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clipping": 0.0, "ratio": 1.0, "accumulation": 3},
+        {"speculation_bytes": ALL, "accumulation": 3, "clipping": 7.0},
+        {"speculation_bytes": ALL, "states": "int8-moments", "ratio": 1.0},
+        {"speculation_bytes": ALL, "dtype": torch.float32},
+        {"speculation_bytes": 20_000, "model": support.OddModel, "ratio": 1.0},
+        {"model": recomputed, "clipping": 0.0},
+        {"model": gathered_whole, "clipping": 0.0},
+        {"ratio": 0.0},
+    ],
+)
+def test_losses_gradients_and_states_are_the_same(settings: dict[str, Any]) -> None:
+    assert trained_with("cpu", **settings) == trained_with("none", **settings)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Also: states with weights in host memory are loaded without, and the reverse."""
+    script = Path(rank_processes.__file__).with_name("engine_ranks.py")
+    rank_processes.finish(rank_processes.start(script, ["host_weights", str(tmp_path)], 2))
+    saved = support.by_name(tmp_path / "cpu")
+    for parameters in ("none", "cpu"):
+        run = {"clipping": 9.0, "parameters": parameters}
+        with support.offloading(0.5, support.OddModel(), **run) as made:
+            superoffload.load_state(made, tmp_path / "cpu")
+            superoffload.save_state(made, tmp_path / f"one-{parameters}")
+            assert support.by_name(tmp_path / f"one-{parameters}") == saved
+            support.train(made, support.batches(2))
+
+
+def test_states_for_which_there_is_no_memory_are_refused() -> None:
+    given: dict[str, Any] = {"parameters": "cpu", "available_bytes": lambda: 1000}
+    with coded(superoffload.OffloadError, "host-memory"), support.offloading(**given):
+        pass
