@@ -8,7 +8,6 @@ from so_tui.model.profile import profile_of
 from so_tui.model.shape import StateLayout, sub_groups_on_gpu
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
-from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
 
 CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 100}
@@ -24,6 +23,10 @@ BLOCKS = (
     ),
     ParameterBlock(tensors=(Tensor("head.weight", (100, 8), True, "linear", "embed.weight"),)),
 )
+
+
+def on_gpu(layout: StateLayout) -> int:
+    return len(layout.sub_groups) - len(layout.cpu_groups)
 
 
 def model(**changes: object) -> ModelSpec:

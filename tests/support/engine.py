@@ -23,6 +23,7 @@ from so_tui.spec.run_spec import DataSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer.checkpoint_folder import Manifest
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
+from tests.support.checkpoints import manifest_of
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
@@ -285,17 +286,7 @@ def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
     """Return the manifest of a checkpoint of the small model."""
-    return Manifest(
-        step=step,
-        total_steps=20,
-        ranks=ranks,
-        consumed_sequences=2 * step * ranks,
-        useful_tokens=0,
-        trained_tokens=0,
-        data="made-up",
-        last_loss=None,
-        spec=run,
-    )
+    return manifest_of(run, step, "", ranks, consumed=2 * step * ranks)
 
 
 def states(made: Any, folder: Path | None = None, rank: int = 0) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -343,7 +342,3 @@ def _write_log(
         done = f"step {step}/{total}  loss {_loss(step):.4f}  lr 9.1e-06  3.10 s"
         lines.append(f"{when} rank 0  {done}")
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    print(write_run(Path(sys.argv[1])).path)
