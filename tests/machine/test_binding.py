@@ -107,19 +107,6 @@ def test_parts_of_a_node_that_jobs_have(case: dict[str, Any]) -> None:
     assert any(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
-def test_hyperthreads_stay_with_their_core() -> None:
-    """Of the whole list DeepSpeed would give threads of both sockets to the first four ranks; so it
-    is handed the first threads.
-    """
-    bindings = bind(EIGHT_H100.machine(), 8)
-    assert cores(bindings)[::4] == ["0-13,112-125", "56-69,168-181"]
-    assert cpu_ranges(bindings[0].main_cpus) == "0-1,112"
-    assert cpu_ranges(bindings[0].adam_cpus) == "2-13,113-125"
-    assert core_list(bindings) == "0-111"
-    assert not any(one.deepspeed.matches for one in bindings)
-    assert sorted(cpu for one in bindings for cpu in one.cpus) == list(range(224))
-
-
 def test_each_rank_is_bound_to_its_apu() -> None:
     bindings = bind(QUAD_MI300A.machine(), 4, fraction=0.8)
     assert written(bindings) == [

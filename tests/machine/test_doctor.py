@@ -48,7 +48,8 @@ TRAPS: list[dict[str, Any]] = tomllib.loads((DATA / "traps.toml").read_text())["
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap["says"])
 def test_traps_of_a_machine(trap: dict[str, Any], tmp_path: Path) -> None:
-    given = {"host": "QUAD_GH200", "software": {}, "environment": {}, "without": ()} | trap
+    given: dict[str, Any] = {"host": "QUAD_GH200", "software": {}, "without": ()}
+    given |= {"environment": {}} | trap
     says, host = given.pop("says"), HOSTS[given.pop("host")]
     given["software"] = given["software"] | dict.fromkeys(given.pop("without"))
     if "health" in given:
@@ -224,15 +225,9 @@ print(subprocess.Popen(sleep, env=environment, **quiet).pid)
         os.kill(pid, 9)
 
 
-def test_findings_agree_with_this_machine() -> None:
-    """Findings about this machine, whatever it is, agree with its system files."""
-    machine = inspect_machine()
-    here = findings(machine)
+def test_only_own_files_are_to_be_removed_on_this_machine() -> None:
+    here = findings(inspect_machine())
     assert brief(here) or not here
-    codes = {finding.code: finding for finding in here}
-    assert ("no-gpu" in codes) <= (machine.gpus == ())
-    assert ("swap-on" in codes) <= (len(Path("/proc/swaps").read_text().splitlines()) > 1)
-    assert ("few-cores" in codes) <= bool(machine.gpus)
-    if left := codes.get("shm-left-behind"):
-        for path in map(Path, left.remedy.split("`")[1].split()[1:]):
+    for one in (one for one in here if one.code == "shm-left-behind"):
+        for path in map(Path, one.remedy.split("`")[1].split()[1:]):
             assert not path.exists() or path.stat().st_uid == os.getuid()

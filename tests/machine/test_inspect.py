@@ -199,16 +199,11 @@ def test_gpus_are_below_their_node_with_their_own_memory() -> None:
 
 def test_facts_of_a_machine() -> None:
     text = shown(render(QUAD_GH200.machine()))
-    for fact in ("NVIDIA Grace", "288 cores", "72 cores 72-143", "476 GiB of host memory"):
-        assert fact in text
-    for fact in ("NVIDIA GH200", "0039:01:00.0", "95.0 GiB"):
-        assert fact in text
+    assert all(fact in text for fact in ("288 cores", "72 cores 72-143", "0039:01:00.0"))
     less = msgspec.structs.replace(EIGHT_H100.machine(), allowed_cpus=tuple(range(8)))
     text = shown(render(less))
     assert "may use 0-7" in text
     assert "may use none" in text
-    here = inspect_machine()
-    assert here.hostname in shown(render(here))
 
 
 def test_findings() -> None:

@@ -10,7 +10,6 @@ from so_tui.plan.notes import Change, FitsHere, MemoryAdvice
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.planner import make_plan
 from so_tui.plan.remedies import memory_advice
-from so_tui.plan.search import _batch_splits, changes_of, shorter_sequences, smaller_batches
 from so_tui.spec import RunSpec, with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, only, spec_of
@@ -136,21 +135,6 @@ def test_where_nothing_helps_a_larger_machine_does() -> None:
     )
     assert memory_advice(unknown, "gpu").savings == ()
     assert "more GPUs" in memory_advice(unknown, "gpu").message
-
-
-def test_batches_and_sequences_are_halved() -> None:
-    """Batches as long as the tokens of a step stay."""
-    spec = spec_of("tiny", train__micro_batch="12", data__sequence_length="2048")
-    exact = list(smaller_batches(spec, exact=True))
-    assert [other.train.micro_batch for other in smaller_batches(spec)] == [6, 3, 1]
-    assert [other.train.micro_batch for other in exact] == [6, 3]
-    sequences = 12 * spec.gradient_accumulation_steps
-    assert {one.train.micro_batch * one.gradient_accumulation_steps for one in exact} == {sequences}
-    assert all(sequences % size == 0 for size in _batch_splits(spec))
-    assert [changes_of(spec, alternative) for alternative in shorter_sequences(spec)] == [
-        (Change("data.sequence_length", 2048, 1024),),
-        (Change("data.sequence_length", 2048, 512),),
-    ]
 
 
 def test_second_states_that_do_not_fit_are_given_up_first() -> None:

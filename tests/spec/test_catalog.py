@@ -101,22 +101,14 @@ def test_an_unknown_preset_names_the_nearest() -> None:
     assert "tiny" in problem.remedy
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, {"file-not-found"}),
-        ("a = \n", {"invalid-toml"}),
-        ("x = 1\nx = 2\n", {"invalid-toml"}),
-        ("", {"missing", "no-length"}),
-    ],
-)
-def test_malformed_file_is_a_problem(tmp_path: Path, text: str | None, expected: set[str]) -> None:
+def test_an_empty_or_absent_file_is_a_problem(tmp_path: Path) -> None:
     path = tmp_path / "trial.toml"
-    if text is not None:
-        path.write_text(text)
+    with rejected("file-not-found"):
+        find_preset(str(path))
+    path.write_text("")
     with pytest.raises(InputError) as caught:
         find_preset(str(path))
-    assert set(codes(caught)) == expected
+    assert set(codes(caught)) == {"missing", "no-length"}
     assert {problem.file for problem in caught.value.problems} == {str(path)}
 
 
@@ -126,18 +118,14 @@ def test_a_data_file_in_place_of_a_preset() -> None:
     assert "--set data.source=/data/Rows.PARQUET" in problem.remedy
 
 
-@pytest.mark.parametrize("before", ["", "./"])
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("Makefile", "all:\n"), ("models", None), ("pyproject.toml", "[build-system]\n[project]\n")],
-)
+@pytest.mark.parametrize(("name", "text"), [("Makefile", "all:\n"), ("./models", None)])
 def test_a_file_or_folder_that_is_not_a_preset(
-    name: str, text: str | None, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).mkdir() if text is None else Path(name).write_text(text)
-    problem = refusal(lambda: find_preset(before + name))
-    assert (problem.code, problem.value) == ("not-a-preset", f'"{name}"')
+    problem = refusal(lambda: find_preset(name))
+    assert (problem.code, problem.value) == ("not-a-preset", f'"{Path(name)}"')
     assert "so-tui presets" in problem.remedy
 
 

@@ -163,13 +163,6 @@ def test_changed_shape_is_told_and_mended(
     assert load_catalog().problems == ()
 
 
-@pytest.mark.repository
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
-    path = Path(PRESETS[name].path)
-    assert rewritten(path) == path.read_text(encoding="utf-8")
-
-
 def test_the_tiny_tokenizer_loads_and_is_made_from_the_rows(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tools.tiny_tokenizer import row_texts, trained, write

@@ -108,7 +108,6 @@ def write_run(
     state: State = "training",
     nan_steps: range = range(0),
     seconds_of_samples: int = 900,
-    seed: int = 7,
     now: float | None = None,
     name: str | None = None,
 ) -> RunDirectory:
@@ -119,7 +118,7 @@ def write_run(
         seconds_of_samples: How much of the run's end the host samples cover.
         now: When the run did its last step, in Unix seconds; the present unless given.
     """
-    chance = random.Random(seed)
+    chance = random.Random(7)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
     run = create_run(plan.spec, runs_dir, name)

@@ -1,20 +1,29 @@
-"""Weights, layer inputs and attention's results in host memory: what plans count for them, and when
-they are proposed.
+"""Weights, layer inputs and attention's results in host memory, and feed-forward blocks in tiles of
+tokens: what plans count for them, and when they are proposed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.ds_config import _published_config, ds_config
-from so_tui.model.profile import attention_bytes, block_input_bytes, offloaded_bytes, profile_of
+from so_tui.model.profile import (
+    MLP_TILE_TOKENS,
+    ModelProfile,
+    attention_bytes,
+    block_input_bytes,
+    offloaded_bytes,
+    profile_of,
+)
+from so_tui.model.shape import architecture
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
 from so_tui.plan.fit import Assessment, assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
-from so_tui.plan.notes import AutoMode, InputsOnHost, WeightsOnHost
+from so_tui.plan.notes import AutoMode, InputsOnHost, MlpTiled, WeightsOnHost
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.remedies import memory_advice
@@ -22,9 +31,10 @@ from so_tui.plan.search import with_policy
 from so_tui.plan.show import settings_of
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import RunSpec, with_values
+from so_tui.spec.run_spec import ParameterBlock
 from superoffload.ds_config import overrides
 from tests.support.machines import superchips, x86
-from tests.support.planning import H200, facts_of, long_spec, only, step_of
+from tests.support.planning import H200, facts_of, long_spec, only, spec_of, step_of
 from tests.support.problems import rejected
 
 A100 = x86("NVIDIA A100-SXM4-40GB", gpu_mib=40_960, memory_mib=512 * 1024)
@@ -125,10 +135,8 @@ def test_weights_are_moved_where_only_that_makes_a_model_fit() -> None:
         assert fact.bytes == pytest.approx(2 * 14.77e9, rel=0.06)
         assert fact.fetched_s is not None
         again = make_plan(plan.spec, A100)
-        assert (again.gpu_bytes, again.host_bytes_per_node) == (
-            plan.gpu_bytes,
-            plan.host_bytes_per_node,
-        )
+        assert again.gpu_bytes == plan.gpu_bytes
+        assert again.host_bytes_per_node == plan.host_bytes_per_node
         assert settings_of(plan.spec)["offload.parameters"] == "cpu"
     for plan in (recommend(long_run(), A100), make_plan(long_run(), A100)):
         assert (plan.verdict, plan.spec.offload.parameters) == ("fits", "auto")
@@ -217,6 +225,7 @@ def test_inputs_leave_the_gpu_for_the_host(policy: str) -> None:
     results = RESULT if policy == "attention" else 0
     assert stored - less == (0 if policy == "full" else 2 * SHAPE.layers * (INPUT + results))
     assert not found_terms("offloaded-inputs", **given(policy))
+    assert bool(found_terms("offloaded-results", **moved)) == (policy == "attention")
 
 
 @pytest.mark.parametrize("offload", ["on", "attention"])
@@ -234,14 +243,6 @@ def test_attentions_results_leave_the_gpu_with_them_or_alone(offload: str) -> No
     few = replace(SHAPE, other_layers=27)
     alone = long_spec(SHORT, **given("attention", "attention")).model
     assert offloaded_bytes(few, alone) == attention_bytes(SHAPE) * (SHAPE.layers - 27)
-
-
-@pytest.mark.parametrize(
-    ("policy", "offload"),
-    [("full", "on"), ("selective", "on"), ("attention", "inputs"), ("attention", "off")],
-)
-def test_attentions_results_stay_otherwise(policy: str, offload: str) -> None:
-    assert not found_terms("offloaded-results", **given(policy, offload))
 
 
 def chosen(plan: Plan) -> tuple[str, str, str]:
@@ -300,11 +301,7 @@ def test_inputs_are_moved_where_only_that_makes_a_length_fit() -> None:
     ):
         assert (plan.fits, plan.spec.model.activation_offload) == (True, "on")
         assert only(plan.reasons, InputsOnHost).bytes > 80e9
-        again = make_plan(plan.spec, H200)
-        assert (again.gpu_bytes, again.host_bytes_per_node) == (
-            plan.gpu_bytes,
-            plan.host_bytes_per_node,
-        )
+        assert make_plan(plan.spec, H200).gpu_bytes == plan.gpu_bytes
     for plan in (recommend(long_spec(SHORT), H200), make_plan(long_spec(SHORT), H200)):
         assert (plan.verdict, plan.spec.model.activation_offload) == ("fits", "auto")
         assert not facts_of(plan.reasons, InputsOnHost)
@@ -337,3 +334,85 @@ def test_a_run_out_of_memory_is_told_to_move_inputs() -> None:
     savings = memory_advice(spec, "gpu").savings
     keys = {change.key for saving in savings for change in saving.changes}
     assert "model.activation_offload" in keys
+
+
+TILED_TOKENS = 131_072
+FULL = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+PLAIN = {"model__kernels": "plain"}
+HIDDEN, FEED_FORWARD = 2560, 9728
+"""Of the 4B shape."""
+
+
+def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
+    spec = long_spec(tokens, offload__mode="superoffload", model__tiled_mlp=tiled, **changes)
+    terms = _all_terms(assess(spec, target_of(spec, H200)).placement)
+    return sum(term.bytes for term in terms if term.kind == "block-working-set")
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_block_grows_with_the_tile(policy: str) -> None:
+    """A tile of norms holds less than one of the feed-forward block, which takes 12 f instead of 10
+    f bytes a token.
+    """
+    given = {"model__activation_checkpointing": policy}
+    once, whole = (block_bytes(TILED_TOKENS, value, **given) for value in ("on", "off"))
+    assert once < 0.65 * whole
+    assert once < block_bytes(2 * TILED_TOKENS, "on", **given) < 2 * once
+    small = [block_bytes(MLP_TILE_TOKENS, value, **given) for value in ("on", "off")]
+    assert small[0] == small[1]
+    tiled_norms, norms = (
+        block_bytes(TILED_TOKENS, value, **PLAIN | given) for value in ("on", "off")
+    )
+    assert norms - whole > TILED_TOKENS * 14 * HIDDEN
+    assert tiled_norms - once == MLP_TILE_TOKENS * 2 * FEED_FORWARD
+
+
+def test_larger_tile_of_norms_counts() -> None:
+    config = spec_of("qwen3-4b-random").model.config
+    shape = architecture(config | {"intermediate_size": HIDDEN})
+    tiles = [ModelProfile((), shape, fused, False).tile_bytes for fused in (False, True)]
+    assert tiles == [28 * HIDDEN, 10 * HIDDEN]
+
+
+def added_s(spec: RunSpec) -> tuple[float, float]:
+    """Return how much longer backward is with tiles, and how long it is without."""
+    tiled, whole = (
+        step_of(make_plan(replace(spec, model=replace(spec.model, tiled_mlp=value)), H200))
+        for value in ("on", "off")
+    )
+    assert tiled.forward_s == whole.forward_s
+    return tiled.backward_s - whole.backward_s, whole.backward_s
+
+
+def test_tiles_cost_a_product_in_backward_and_again_the_norms() -> None:
+    """Those of several kernels; three products where a norm follows the block."""
+    given = long_spec(TILED_TOKENS, **FULL)
+    added, backward_s = added_s(given)
+    assert 0 < added < 0.03 * backward_s
+    assert 1.2 < added_s(long_spec(TILED_TOKENS, **FULL | PLAIN))[0] / added < 3
+    renamed = msgspec.json.encode(given.model.parameters).replace(
+        b"post_attention_layernorm", b"post_feedforward_layernorm"
+    )
+    followed = msgspec.json.decode(renamed, type=tuple[ParameterBlock, ...])
+    other = replace(given, model=replace(given.model, parameters=followed))
+    assert added_s(other)[0] == pytest.approx(3 * added)
+
+
+def test_tiles_are_proposed_where_only_they_make_a_length_fit() -> None:
+    long = recommend(long_spec(524_288), H200)
+    assert (long.verdict, only(long.reasons, MlpTiled).tile_tokens) == ("fits", MLP_TILE_TOKENS)
+    assert facts_of(long.reasons, InputsOnHost)
+    stays = {"model__activation_offload": "off", "model__tiled_mlp": "off"}
+    assert recommend(long_spec(524_288, **stays), H200).verdict == "does not fit"
+    short = recommend(long_spec(16_384), H200)
+    assert (short.verdict, short.spec.model.tiled_mlp) == ("fits", "auto")
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("qwen3-30b-a3b", {}), ("qwen3-4b-random", {"model__activation_checkpointing": "selective"})],
+)
+def test_nothing_to_cut_without_a_dense_block(preset: str, changes: dict[str, str]) -> None:
+    with rejected("nothing-to-tile"):
+        long_spec(TILED_TOKENS, preset, model__tiled_mlp="on", **changes)
+    assert recommend(long_spec(1_048_576, preset, **changes), H200).spec.model.tiled_mlp == "auto"
