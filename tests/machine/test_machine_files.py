@@ -91,9 +91,7 @@ def problem_code(path: Path) -> str:
         (b'{"zz":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "too-deep"),
         (b'{"schema":' + b"9" * 5000 + b"}", "not-a-machine"),
         (b'{"hostname":"\xff"}', "not-text"),
-        (b"\0", "not-json"),
         (b"", "not-json"),
-        (b"# not json", "not-json"),
         (b"\xff\xfe", "not-json"),
         (b"{}", "not-a-machine"),
         (b" " * (17 << 20), "too-large"),
@@ -115,7 +113,6 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
     ("change", "code"),
     [
         ({"gpus": VALID["gpus"] * 1000}, "out-of-range"),
-        ({"numa_nodes": VALID["numa_nodes"] * 5000}, "out-of-range"),
         ({"host_memory_bytes": 2**60}, "out-of-range"),
         ({"online_cpus": [10**9]}, "out-of-range"),
         ({"allowed_cpus": [-1]}, "out-of-range"),
