@@ -14,7 +14,6 @@ import pytest
 from benchmarks.comparison import figures, ground, original
 from benchmarks.comparison.figures import Step
 from benchmarks.comparison.parts import BY_NAME, SEQUENCES, SHAPES, published_ds_config
-from benchmarks.comparison.processes import Ended, Line
 from tests.support.python_path import printed
 
 TINY, FULL = SHAPES["tiny"], SHAPES["qwen3-4b"]
@@ -61,29 +60,6 @@ def test_the_docs_show_the_table_of_the_data() -> None:
     if data.exists():
         shown = figures.table(json.loads(data.read_text()), "qwen3-4b")
     assert shown in text.read_text()
-
-
-def test_steps_of_the_original_last_from_line_to_line() -> None:
-    part = BY_NAME["original"]
-    lines = []
-    for number in range(1, part.steps + 1):
-        text = (
-            f"Step {number:4d} | Loss: 1.5000 | Time:  {number}00ms | TFLOPS: 99.00 | Tokens/s:   "
-            "2500"
-        )
-        # Its two handlers print each line twice.
-        lines += [
-            Line(10.0 * number, f"10:00:00 - finetune_zero3 - INFO - {text}"),
-            Line(10.0 * number + 1, f"INFO:finetune_zero3:{text}"),
-        ]
-    tokens = list(range(100, 100 + part.steps))
-    row = original.row(Ended(tuple(lines), None, False, 1.0), part, FULL, tokens, 60)
-    assert [step["step_s"] for step in row["steps"]] == [0.1] + [10.0] * (part.steps - 1)
-    assert [step["useful_tokens"] for step in row["steps"]] == tokens
-    assert {step["positions"] for step in row["steps"]} == {SEQUENCES * 4096}
-    assert row["reported"]["tokens_per_s"] == [2500.0] * part.steps
-    failed = original.row(Ended(tuple(lines[:4]), 3, False, 1.0), part, FULL, tokens, 60)
-    assert "exit code 3" in failed["error"]
 
 
 def test_useful_tokens_follow_deepspeeds_loader(tmp_path: Path) -> None:

@@ -5,13 +5,10 @@ exit code is described.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,8 +17,7 @@ import pytest
 from benchmarks import published
 from docs import make_architecture, make_codes, make_versions
 from so_tui.commands import parser
-from so_tui.runs.records import OutcomeCode
-from tests.support.python_path import ROOT
+from tests.support.python_path import ROOT, printed
 
 pytestmark = pytest.mark.repository
 
@@ -32,7 +28,6 @@ PAGES = [
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 TO_HEADING = re.compile(r"\]\(([^)#]*)#([^)]*)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 OURS = "so_tui|trainer|tests|benchmarks|tools|presets|docs|locks|screenshots|containers"
 OUR_FILE = re.compile(rf"(?:{OURS})/[\w./-]*")
 
@@ -71,18 +66,11 @@ def test_every_link_leads_somewhere_and_every_named_file_exists(page: str) -> No
 def test_every_function_that_architecture_names_is_in_its_file() -> None:
     named = re.findall(r"`([\w./-]+\.py):([\w.]+)`", text_of("docs/architecture.md"))
     assert len(named) > 30
-    assert [place for place in named if not defines(*place)] == []
-
-
-def defines(file: str, name: str) -> bool:
-    """Return whether a file has a function or class, or a method if ``name`` has a dot."""
-    nodes: Sequence[ast.stmt] = ast.parse(text_of(file)).body
-    for part in name.split("."):
-        found = [node for node in nodes if isinstance(node, DEFINITIONS) and node.name == part]
-        if not found:
-            return False
-        nodes = found[0].body
-    return True
+    parts = [(file, part) for file, name in named for part in name.split(".")]
+    defined = r"(?:def|class) {}\b"
+    assert [
+        each for each in parts if not re.search(defined.format(each[1]), text_of(each[0]))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -99,29 +87,11 @@ def test_a_written_page_is_current(page: Path, content: Callable[[], str], comma
     assert page.read_text(encoding="utf-8") == content(), f"run: python {command}"
 
 
-def test_outcomes_and_checks_have_codes() -> None:
-    page = make_codes.PAGE.read_text(encoding="utf-8")
-    written = set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE))
-    modules = (ROOT / "so_tui" / "machine" / "doctor").glob("*.py")
-    listed = {code for module in modules for code in listed_codes(module.read_text())}
-    assert len(listed) > 50
-    bad = {*OutcomeCode} - {OutcomeCode.FINISHED, OutcomeCode.STOPPED}
-    assert {code.value for code in bad} | listed <= written
-
-
-def listed_codes(module: str) -> set[str]:
-    """Return the codes that the docstring of a module of doctor's checks lists."""
-    match = re.search(r"^Codes: (.*?)\.\s", module, re.MULTILINE | re.DOTALL)
-    return set(re.split(r",\s+", match.group(1))) if match else set()
-
-
 def planned(home: Path, *arguments: str, columns: int = 80) -> str:
     """Return what ``so-tui plan`` prints without measurements of this machine."""
     own = {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")}
-    argv = [sys.executable, "-m", "so_tui", "plan", *arguments]
     environment = os.environ | own | {"COLUMNS": str(columns)}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout
+    return printed("-m", "so_tui", "plan", *arguments, env=environment)
 
 
 def test_explained_tables_and_plans_are_printed(tmp_path: Path) -> None:
@@ -143,13 +113,13 @@ def test_explained_tables_and_plans_are_printed(tmp_path: Path) -> None:
         (plan, 250, lines),
     ):
         shown = planned(tmp_path, *arguments.split(), columns=columns)
-        printed = [line.split() for line in shown.splitlines()]
-        assert [line for line in explained if line.split() not in printed] == []
+        lines_of_it = [line.split() for line in shown.splitlines()]
+        assert [line for line in explained if line.split() not in lines_of_it] == []
 
 
 def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
     figure = text_of("docs/figures/memory.svg")
-    printed = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
+    told = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
     parts = (
         "bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|"
         "second states"
@@ -161,7 +131,7 @@ def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
         *(rf"\s{re.escape(number)} GiB\s" for number in numbers),
         *(rf"{used}(\.0)? GiB of {total}(\.0)? GiB" for used, total in totals),
     ]
-    assert [each for each in shown if not re.search(each, printed)] == []
+    assert [each for each in shown if not re.search(each, told)] == []
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:

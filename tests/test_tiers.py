@@ -11,7 +11,6 @@ import pytest
 
 from so_tui.folders import default_runs_dir, state_home, user_folder
 from tests.support.python_path import checkout_path
-from tests.support.tiers import launches_ranks
 
 STARTS = """
 import pytest, subprocess, sys
@@ -23,23 +22,6 @@ def test_unmarked():
 def test_slow():
     test_unmarked()
 """
-
-
-@pytest.mark.parametrize(
-    ("command", "launches"),
-    [
-        ("python -m deepspeed.launcher.runner --hostfile /dev/null", True),
-        ("/usr/bin/deepspeed train.py", True),
-        ("python -P -m so_tui supervise /runs/one --attempt 1", True),
-        ("/venv/bin/so-tui run tiny --plain", True),
-        ("python -m so_tui plan tiny --probe", True),
-        ("python -m so_tui run tiny --dry-run", False),
-        ("python -m so_tui runs", False),
-        ("python -c import\u00a0deepspeed", False),
-    ],
-)
-def test_a_launch_is_recognised_by_its_arguments(command: str, launches: bool) -> None:
-    assert launches_ranks(command.split(" ")) is launches
 
 
 def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:

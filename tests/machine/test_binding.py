@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import msgspec
-import psutil
 import pytest
 from msgspec.structs import replace
 
-from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
+from so_tui.machine import Machine, Software, parse_cpus
 from so_tui.machine.host import cpu_ranges
 from so_tui.plan.binding import (
     _numactl_nodes,
@@ -67,40 +67,15 @@ def by_itself(bindings: Bindings) -> list[str]:
     return [deepspeed_text(binding) for binding in alone if binding is not None]
 
 
-class _Map(msgspec.Struct, frozen=True):
-    """What is right on a host, and what DeepSpeed's launcher does without our list of cores."""
-
-    host: str
-    gpus: int
-    right: list[str]
-    alone: list[str]
+TABLES = tomllib.loads((DATA / "bindings.toml").read_text())
 
 
-class _Job(msgspec.Struct, frozen=True):
-    """A part of a host, what is right there, and what the launcher does with our list of cores."""
-
-    host: str
-    cpus: str
-    gpus: tuple[int, ...]
-    right: list[str]
-    listed: list[str]
-
-
-class _Data(msgspec.Struct, frozen=True):
-    map: list[_Map]
-    job: list[_Job]
-    deepspeed: dict[str, list[tuple[str, str, int]]]
-
-
-TABLES = msgspec.toml.decode((DATA / "bindings.toml").read_bytes(), type=_Data)
-
-
-@pytest.mark.parametrize("case", TABLES.map, ids=lambda case: f"{case.host}-{case.gpus}")
-def test_every_map(case: _Map) -> None:
-    machine, gpus = HOSTS[case.host].machine(), case.gpus
+@pytest.mark.parametrize("case", TABLES["map"], ids=lambda case: f"{case['host']}-{case['gpus']}")
+def test_every_map(case: dict[str, Any]) -> None:
+    machine, gpus = HOSTS[case["host"]].machine(), case["gpus"]
     bindings = bind(machine, gpus)
-    assert written(bindings) == case.right
-    assert by_itself(bindings) == case.alone
+    assert written(bindings) == case["right"]
+    assert by_itself(bindings) == case["alone"]
     listed = parse_cpus(core_list(bindings))
     share = len(listed) // gpus
     for rank, one in enumerate(bindings):
@@ -109,7 +84,7 @@ def test_every_map(case: _Map) -> None:
         assert set(one.cpus) <= set(gpu.cpus), "the cores of a rank are on its GPU's node"
         assert one.deepspeed.cpus == listed[share * rank : share * (rank + 1)]
         assert set(one.deepspeed.cpus) <= set(one.cpus)
-        if case.host not in ("ONE_GH200_HBM_ONLY", "QUAD_GH200_HBM_ONLY", "FAKE_NUMA_8"):
+        if case["host"] not in ("ONE_GH200_HBM_ONLY", "QUAD_GH200_HBM_ONLY", "FAKE_NUMA_8"):
             assert "-p" not in one.deepspeed.numactl
     all_cores = [cpu for one in bindings for cpu in one.cpus]
     assert len(set(all_cores)) == len(all_cores), "no two ranks share a core"
@@ -121,37 +96,13 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
     return replace(machine, allowed_cpus=parse_cpus(cpus), gpus=given, **changes)
 
 
-@pytest.mark.parametrize("case", TABLES.job, ids=lambda case: f"{case.host}-{case.cpus}")
-def test_parts_of_a_node_that_jobs_have(case: _Job) -> None:
-    bindings = bind(job(HOSTS[case.host].machine(), case.cpus, case.gpus), len(case.gpus))
-    assert written(bindings) == case.right
-    assert [deepspeed_text(one.deepspeed) for one in bindings] == case.listed
+@pytest.mark.parametrize("case", TABLES["job"], ids=lambda case: f"{case['host']}-{case['cpus']}")
+def test_parts_of_a_node_that_jobs_have(case: dict[str, Any]) -> None:
+    machine = job(HOSTS[case["host"]].machine(), case["cpus"], tuple(case["gpus"]))
+    bindings = bind(machine, len(case["gpus"]))
+    assert written(bindings) == case["right"]
+    assert [deepspeed_text(one.deepspeed) for one in bindings] == case["listed"]
     assert any(text.startswith("fails: cores") for text in by_itself(bindings))
-
-
-def test_hyperthreads_stay_with_their_core() -> None:
-    """Of the whole list DeepSpeed would give threads of both sockets to the first four ranks; so it
-    is handed the first threads.
-    """
-    bindings = bind(EIGHT_H100.machine(), 8)
-    assert cores(bindings)[::4] == ["0-13,112-125", "56-69,168-181"]
-    assert cpu_ranges(bindings[0].main_cpus) == "0-1,112"
-    assert cpu_ranges(bindings[0].adam_cpus) == "2-13,113-125"
-    assert core_list(bindings) == "0-111"
-    assert not any(one.deepspeed.matches for one in bindings)
-    assert sorted(cpu for one in bindings for cpu in one.cpus) == list(range(224))
-
-
-def test_threads_side_by_side_stay_together() -> None:
-    """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share
-    a core.
-    """
-    siblings = tuple((first, first + 1) for first in range(0, 12, 2))
-    machine = Host(cpu={0: ("0-11", 65536)}, grace=False, smt=siblings).machine()
-    assert machine.smt_siblings == siblings
-    bindings = bind(machine, 4)
-    assert cores(bindings) == ["0-1", "2-5", "6-7", "8-11"]
-    assert cpu_ranges(bindings[1].main_cpus) == "2"
 
 
 def test_each_rank_is_bound_to_its_apu() -> None:
@@ -180,7 +131,6 @@ def test_gpus_of_unknown_node_are_spread() -> None:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        (1, ["0-55,112-167"]),
         (2, ["0-55,112-167", "56-111,168-223"]),
         (4, ["0-27,112-139", "28-55,140-167", "56-83,168-195", "84-111,196-223"]),
     ],
@@ -209,12 +159,9 @@ def test_shares_are_fair_and_everybody_gets_a_core(cpus: str, ranks: int) -> Non
     ("count", "fraction", "main", "adam"),
     [
         (72, 0.9, 8, 64),
-        (72, 0.99, 3, 69),
         (16, 0.95, 3, 13),
-        (10, 0.7, 3, 7),
         (7, 0.9, 1, 6),
         (4, 0.5, 2, 2),
-        (2, 0.1, 1, 1),
         (1, 0.9, 1, 1),  # shared
     ],
 )
@@ -275,16 +222,6 @@ def test_gpus_and_cpus_that_do_not_exist() -> None:
         bind(replace(ONE_GH200.machine(), allowed_cpus=()), 1)
 
 
-def test_this_machine() -> None:
-    machine = inspect_machine()
-    bindings = bind(machine, min(2, len(machine.gpus)) or 2)
-    assert {cpu for one in bindings for cpu in one.cpus} <= set(machine.allowed_cpus)
-    (whole,) = bind(replace(machine, allowed_cpus=machine.online_cpus, gpus=()), 1)
-    alone = whole.deepspeed_unlisted
-    assert alone is not None
-    assert alone.error or len(alone.cpus) == psutil.cpu_count(logical=False)
-
-
 @pytest.fixture(scope="module")
 def deepspeed_numa() -> ModuleType:
     """DeepSpeed's module without its package, whose import takes seconds."""
@@ -302,7 +239,7 @@ def deepspeed_numa() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("host", "listed", "ranks"), TABLES.deepspeed["asked"])
+@pytest.mark.parametrize(("host", "listed", "ranks"), TABLES["deepspeed"]["asked"])
 def test_the_emulation_is_what_deepspeed_really_does(
     deepspeed_numa: ModuleType,
     tmp_path: Path,

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from so_tui.cli import main
-from so_tui.machine.doctor import CheckContext, run
 from so_tui.machine.software import extensions_folder
-from so_tui.machine.system_files import SystemFiles
 from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only
 from tests.support.machines import machine_json
 from tests.support.sysroots import ONE_GH200
@@ -79,14 +77,6 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
         results = found(healthy(), plan=Needs(disk_peak_bytes=1), checkpoints=Path(folder))
         assert brief(results) == expected
         assert all("/dev/shm" in finding.evidence for finding in results)
-
-
-def test_largest_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_LARGE_BYTES", 0)
-    needs = Needs(host_bytes_per_node={0: 1 << 60})
-    (finding,) = run._check_memory(CheckContext(machine=healthy(), plan=needs, files=SystemFiles()))
-    assert finding.code == "memory-in-use"
-    assert finding.evidence.count("(process ") == 3
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,32 @@
-"""Machines of other kinds, read from generated trees."""
+"""Machines of other kinds, read from generated trees: their parts, what a control group allows, and
+what people read of them, which stands together within 80 columns.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console, RenderableType
 
-from so_tui.machine import inspect_machine
-from so_tui.machine.host import _allowance_notes
-from so_tui.machine.system_files import SystemFiles
+from so_tui.machine import host, inspect_machine
+from so_tui.machine.doctor import Finding
+from so_tui.machine.host import (
+    _allowance_notes,
+    available_bytes,
+    contiguous_runs,
+    cpu_ranges,
+    cpus_or_empty,
+    parse_cpus,
+)
+from so_tui.machine.show import render, render_findings
+from so_tui.machine.system_files import SystemFiles, read_network
 from tests.support.problems import rejected
 from tests.support.sysroots import (
+    DATA,
     EIGHT_H100,
     GB200,
     GB200_CDMM,
@@ -71,8 +85,8 @@ def test_gpus_and_their_memory_have_nodes(
 
 
 def test_facts_of_a_superchip() -> None:
-    for host in (ONE_GH200, ONE_GH200_CDMM):
-        machine = host.machine()
+    for superchip in (ONE_GH200, ONE_GH200_CDMM):
+        machine = superchip.machine()
         assert machine.cpu_name == "NVIDIA Grace (Neoverse V2)"
         assert machine.architecture == "aarch64"
         (gpu,) = machine.gpus
@@ -80,17 +94,9 @@ def test_facts_of_a_superchip() -> None:
         # The published size, if no node has it.
         assert gpu.memory_total_bytes == 97280 * MIB
         assert gpu.cpus == machine.online_cpus == machine.allowed_cpus == tuple(range(72))
-        assert any("memory" in note for note in machine.notes) == (host is ONE_GH200_CDMM)
+        assert any("memory" in note for note in machine.notes) == (superchip is ONE_GH200_CDMM)
     (cut_up,) = ONE_GH200_MIG.machine().gpus
     assert cut_up.memory_total_bytes is None
-
-
-def test_facts_of_x86() -> None:
-    machine = EIGHT_H100.machine()
-    assert machine.architecture == "x86_64"
-    assert machine.cpu_name == "Intel(R) Xeon(R) Platinum 8480+"
-    assert machine.gpus[5].cpus == (*range(56, 112), *range(168, 224))
-    assert machine.mpam.state == "off"
 
 
 @pytest.mark.parametrize(
@@ -172,3 +178,104 @@ def test_mpam_states(files: dict[str, str], state: str) -> None:
     mpam = replace(ONE_GH200, extra=files).machine().mpam
     assert mpam.state == state
     assert mpam.evidence
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(width=80, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(renderable)
+    text = capture.get()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    return text
+
+
+def test_gpus_are_below_their_node_with_their_own_memory() -> None:
+    lines = [line.strip("│├└─ ") for line in shown(render(GB200.machine())).splitlines()]
+    order = [line.split("  ")[0] for line in lines if line.startswith(("node", "GPU"))]
+    first = ["node 0", "GPU 0", "node 2", "GPU 1", "node 10"]
+    assert order == [*first, "node 1", "GPU 2", "node 18", "GPU 3", "node 26"]
+    assert any("28 empty nodes" in line for line in lines)
+
+
+def test_facts_of_a_machine() -> None:
+    text = shown(render(QUAD_GH200.machine()))
+    assert all(fact in text for fact in ("288 cores", "72 cores 72-143", "0039:01:00.0"))
+    less = msgspec.structs.replace(EIGHT_H100.machine(), allowed_cpus=tuple(range(8)))
+    text = shown(render(less))
+    assert "may use 0-7" in text
+    assert "may use none" in text
+
+
+def test_findings() -> None:
+    texts = {"evidence": "torch 2.13+cpu", "cost": "No GPU.", "remedy": "`pip install torch`"}
+    title = "Torch is built for the CPU only"
+    finding = Finding(code="torch-cpu-only", severity="blocks", title=title, **texts)
+    text = shown(render_findings([finding], None))
+    assert f"✗ blocks a launch  {title}" in text
+    assert all(part in text for part in texts.values())
+    assert "✓" in shown(render_findings([], None))
+
+
+FILES = tomllib.loads((DATA / "system_files.toml").read_text())
+
+
+def system_files(files: dict[str, str], folder: Path) -> SystemFiles:
+    return SystemFiles(build_files(files, folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("\n", ()), ("7", (7,)), ("4,2-3", (2, 3, 4))]
+)
+def test_kernel_lists(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpus(text) == cpus
+    assert parse_cpus(cpu_ranges(cpus)) == cpus
+
+
+def test_ranges() -> None:
+    assert cpu_ranges([3, 1, 2, 9]) == "1-3,9"
+    assert contiguous_runs([5, 1, 2]) == ((1, 2), (5,))
+
+
+@pytest.mark.parametrize("text", ["1-x", "65536", "0-70000", "3,70000-70001"])
+def test_other_text_and_numbers_beyond_any_cpu_are_no_list(text: str) -> None:
+    with pytest.raises(ValueError, match=r"invalid literal|beyond any CPU"):
+        parse_cpus(text)
+    assert cpus_or_empty(text) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("v2", ({8, 9, 10, 11}, 64 << 30, 2.5)),
+        ("v1", ({8, 9, 10, 11}, 64 << 30, 2.5)),
+        ("hidden", ({8, 9, 10, 11}, 64 << 30, 2.5)),
+        ("free", (None, None, None)),
+        ("none", (None, None, None)),
+    ],
+)
+def test_limits(tmp_path: Path, name: str, limits: tuple[object, ...]) -> None:
+    found = system_files(FILES["cgroup"][name], tmp_path)
+    assert (host._cpuset(found), host._memory_limit_bytes(found), host.cpu_quota(found)) == limits
+
+
+@pytest.mark.parametrize("name", ["v2", "v1"])
+def test_memory_left_counts_the_file_cache(tmp_path: Path, name: str) -> None:
+    found = system_files(FILES["cgroup"][name], tmp_path)
+    assert available_bytes(found) == (64 << 30) - 68_000_000_000 + 23
+
+
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [
+        ("infiniband", (600, "mlx5_0:1, mlx5_1:1")),
+        ("slingshot", (400, "hsn0, hsn1")),
+        ("none", None),
+        ("ethernet", None),
+        ("no-number", None),
+    ],
+)
+def test_network_adapters_that_are_up_add_up(
+    name: str, network: tuple[float, str] | None, tmp_path: Path
+) -> None:
+    found = read_network(system_files(FILES["network"][name], tmp_path))
+    assert (found and (found.gbit_per_s, found.source)) == network

@@ -12,7 +12,6 @@ import pytest
 from so_tui.model.profile import StateLayout, _sub_groups_on_gpu, profile_of
 from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
-from tests.support.layouts import on_gpu
 from tests.support.problems import rejected
 
 CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 100}
@@ -28,6 +27,10 @@ BLOCKS = (
     ),
     ParameterBlock(tensors=(Tensor("head.weight", (100, 8), True, "linear", "embed.weight"),)),
 )
+
+
+def on_gpu(layout: StateLayout) -> int:
+    return len(layout.sub_groups) - len(layout.cpu_groups)
 
 
 def model(**changes: object) -> ModelSpec:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan.fit import RATIOS, assess, in_mode, target_of
+from so_tui.plan.fit import RATIOS, target_of
 from so_tui.plan.notes import (
     AdamCoresChosen,
     CheckpointingChosen,
@@ -20,8 +20,6 @@ from so_tui.plan.notes import (
     MoreGpusKeepMargin,
     NextBest,
     NoNextBest,
-    NothingOffloaded,
-    PcieOffload,
     Preference,
     SmallestRatio,
     StepsEarly,
@@ -30,7 +28,6 @@ from so_tui.plan.notes import (
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.rates import ALIKE, Calibrated, about_as_fast, clearly_faster
-from so_tui.plan.reasons import choices
 from so_tui.plan.resources import resources_of
 from so_tui.plan.search import best_settings
 from so_tui.plan.show import command_of, plans_json
@@ -253,16 +250,6 @@ def test_a_larger_micro_batch_is_tried_for_summed_gradients() -> None:
     assert rate_of(again) > 0.97 * rate_of(roomy)
 
 
-def test_nothing_is_said_of_offloading_without_it() -> None:
-    plan = planned("tiny", H200, gpus="1", offload__mode="superoffload", offload__ratio="0")
-    assert not facts_of(plan.warnings, PcieOffload)
-    given = spec_of("tiny", gpus="1")
-    target = target_of(given, H200)
-    found = list(choices(given, assess(in_mode(given, "superoffload", 0.0), target), ()))
-    assert facts_of(found, NothingOffloaded)
-    assert not facts_of(found, AdamCoresChosen)
-
-
 def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
     nodes = tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes)
     narrow = replace(QUAD, numa_nodes=nodes)
@@ -274,12 +261,6 @@ def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
     for plan in tight:
         gpus = only(plan.warnings, MoreGpusKeepMargin).gpus
         assert recommended(plan.preset, narrow, gpus=str(gpus)).recommended
-
-
-def test_other_cores_and_gpus_are_planned_for_the_same_data() -> None:
-    other = spec_of("tiny", gpus="2", offload__cpu_adam_cores_fraction="0.8")
-    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=DATA).on(other)
-    assert (target.workload, target.ranks) == (DATA, 2)
 
 
 def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:

@@ -51,15 +51,12 @@ def test_without_a_file_the_defaults_hold() -> None:
     [
         ("[screen]\nglyphs = 'bra'", "invalid-setting", "screen.glyphs"),
         ("[screen]\nglyph = 'ascii'", "unknown-setting", "screen.glyph"),
-        ("[screens]\n", "unknown-setting", "screens"),
-        ("screen = 3", "unknown-setting", "screen"),
         ("[alerts]\nstall_s = 1", "invalid-setting", "alerts.stall_s"),
         ("[alerts]\nloss_above = nan", "invalid-setting", "alerts.loss_above"),
         ("[alerts]\ncommand = 'rm -rf /'", "invalid-setting", "alerts.command"),
         ("[alerts]\ncommand = ['']", "invalid-setting", "alerts.command"),
         ('[alerts]\ncommand = ["a\\u0000b"]', "invalid-setting", "alerts.command"),
         ("[prometheus]\nfolder = 'relative'", "invalid-setting", "prometheus.folder"),
-        ("[prometheus]\nport = 9464", "unknown-setting", "prometheus.port"),
     ],
 )
 def test_a_wrong_key_is_named_and_spoils_no_other(text: str, code: str, field: str) -> None:

@@ -27,15 +27,12 @@ SINKS = Needs(head_size=64, sinks=True, plain=False)
     ("needs", "generation", "packages", "backend"),
     [
         (PLAIN, 9, ALL, "flash-attn-4"),
-        (PLAIN, 10, ALL, "flash-attn-4"),
         (PLAIN, 8, ALL, "flash-attn-2"),
         (PLAIN, 9, {"flash-attn"}, "flash-attn-2"),
-        (PLAIN, 9, (), "torch-flash"),
         (PLAIN, 0, ALL, "torch-flash"),
         # Without a GPU attention takes a mask.
         (PLAIN, None, ALL, "sdpa"),
         (SINKS, None, ALL, "eager"),
-        (Needs(head_size=64, softcap=True), None, ALL, "eager"),
         # Models that compute something else use their own code.
         (OWN_CODE, 9, ALL, "eager"),
         (SINKS, 9, ALL, "flash-attn-4"),
@@ -56,18 +53,14 @@ def test_fastest_backend_that_can_is_taken(
 @pytest.mark.parametrize(
     ("needs", "generation", "backend", "obstacle"),
     [
-        (Needs(head_size=320), 9, "flash-attn-4", "head-size"),
-        (Needs(head_size=100), 9, "flash-attn-2", "head-size"),
         (Needs(head_size=80), 9, "flash-attn-4", "head-size"),
         (Needs(head_size=80), 9, "torch-flash", None),
         (Needs(head_size=256), 10, "flash-attn-4", None),
         (Needs(head_size=128, softcap=True), 9, "torch-flash", "softcap"),
-        (Needs(head_size=128, softcap=True), 9, "flash-attn-4", None),
         (Needs(head_size=128, sinks=True), 9, "flash-attn-4", None),
         (Needs(head_size=128, sinks=True), 9, "sdpa", "sinks"),
         (Needs(head_size=128, deterministic=True), 9, "flash-attn-4", None),
         (PLAIN, 8, "flash-attn-3", "other-gpu"),
-        (PLAIN, 7, "torch-flash", "other-gpu"),
         (PLAIN, None, "torch-flash", "no-gpu"),
     ],
 )

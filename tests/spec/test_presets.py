@@ -146,14 +146,7 @@ def test_generator_writes_a_whole_shape_where_none_is(tmp_path: Path, section: s
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_hidden_layers = 6", 2),
-        ("vocab_size = 2048", 4096),
-        ("hidden_size = 192", 256),
-        ("intermediate_size = 512", 1024),
-        ("num_key_value_heads = 2", 3),
-    ],
+    ("key", "value"), [("num_hidden_layers = 6", 2), ("num_key_value_heads = 2", 3)]
 )
 def test_changed_shape_is_told_and_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: int
@@ -168,25 +161,6 @@ def test_changed_shape_is_told_and_mended(
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
     regenerated(path)
     assert load_catalog().problems == ()
-
-
-@pytest.mark.repository
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
-    path = Path(PRESETS[name].path)
-    assert rewritten(path) == path.read_text(encoding="utf-8")
-
-
-def test_tiny_needs_no_network_and_has_varied_rows() -> None:
-    spec = spec_of("tiny")
-    assert (spec.model.weights, spec.model.id) == ("random", "builtin:tiny")
-    assert spec.data.source == "builtin:tiny/rows.jsonl"
-    text = Path(resolve_source("builtin:tiny/rows.jsonl")).read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert all(set(row) == {"instruction", "input", "output"} for row in rows)
-    assert all(row["instruction"] and row["output"] for row in rows)
-    assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows) >= 300
-    assert len({row["instruction"] for row in rows}) > 150
 
 
 def test_the_tiny_tokenizer_loads_and_is_made_from_the_rows(tmp_path: Path) -> None:

@@ -24,22 +24,6 @@ def test_every_key_of_the_types_is_described() -> None:
     assert all(info.description.endswith(".") for info in field_index().values())
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("offload.ratio", "a number from 0 to 1"),
-        ("offload.cpu_adam_cores_fraction", "a number above 0 and below 1"),
-        ("train.micro_batch", "a whole number from 1 to 4,096 sequences"),
-        ("gpus", "a whole number from 1 to 16, or a list"),
-        ("data.source", "text, or a list"),
-        ("offload.mode", "one of auto, superoffload, zerooffload, gpu"),
-        ("train.gradient_clipping", "a number of at least 0"),
-    ],
-)
-def test_a_key_describes_its_values(path: str, expected: str) -> None:
-    assert field_index()[path].expected == expected
-
-
 def test_bounds_units_and_defaults_come_from_the_types() -> None:
     assert field_index()["data.sequence_length"] == FieldInfo(
         path="data.sequence_length",

@@ -29,8 +29,6 @@ def spec() -> RunSpec:
     ("key", "text", "value"),
     [
         ("offload.ratio", "0.5", 0.5),
-        ("offload.mode", "gpu", "gpu"),
-        ("train.learning_rate", "2e-5", 2e-5),
         ("offload.sub_group_size", "4e8", 400_000_000),
         ("train.deterministic", "true", True),
         ("data.source", "my/rows.jsonl", "my/rows.jsonl"),
@@ -42,7 +40,6 @@ def spec() -> RunSpec:
         ("model.revision", "2024", "2024"),
         ("title", '"A title, with a comma"', "A title, with a comma"),
         ("model.tokenizer", "", ""),
-        ("gpus", "4", 4),
         ("gpus", "0,1,3", (0, 1, 3)),
         ("gpus", "[0, 2]", (0, 2)),
         ("model.leaf_modules", "A,B", ("A", "B")),
@@ -68,7 +65,6 @@ def test_setting_one_length_clears_the_others(spec: RunSpec, key: str, value: st
     ("key", "remedy"),
     [
         ("offload.ration", "Did you mean `offload.ratio`?"),
-        ("ratio", "Did you mean `offload.ratio`?"),
         ("train", "`train` is a section"),
         ("train.step", "Did you mean `train.steps`?"),
         ("model.parameters", "docs/presets.md"),
@@ -86,16 +82,14 @@ def test_a_problem_shows_the_value_as_typed(spec: RunSpec) -> None:
         with_values(spec, {"offload.ratio": "1.4"})
 
 
-GROUPED = ("16384", "16,384", "16_384", "16 384", "16\u202f384", "16\u00a0384", "16\u2009384")
+GROUPED = ("16,384", "16_384", "16 384", "16\u202f384")
 
 
 @pytest.mark.parametrize(
     ("path", "text", "value"),
     [
         *(("data.sequence_length", text, 16_384) for text in GROUPED),
-        ("train.tokens", "5,000,000", 5_000_000),
         ("train.tokens", " 1,234,567 ", 1_234_567),
-        ("data.held_out", "1,000", 1000),
         ("offload.speculation_gib", "1,024.5", 1024.5),
     ],
 )

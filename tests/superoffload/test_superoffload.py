@@ -14,12 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.profile import Parameter
+from so_tui.model.profile import Parameter, _assign_devices, _cut
 from so_tui_trainer.model.build import _set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient
 from tests.support import engine as support
-from tests.support.layouts import layout_of
 from tests.support.problems import coded
 from tests.support.reference_adamw import Reference, core_of, watch_gradients
 from tests.support.small_training import SHAPE
@@ -269,7 +268,8 @@ def test_sub_groups_are_those_of_the_plan() -> None:
             for name, parameter in made.module.named_parameters()
             if parameter.requires_grad
         ]
-        planned = layout_of(parameters, 1, run.offload.sub_group_size, 0.37)
+        rows = _cut(parameters, 1, run.offload.sub_group_size)
+        planned = _assign_devices(rows, 1, 0.37, "so-tui")
         groups = core_of(made).sub_groups
     assert [(group.names, group.weights.numel(), group.on_gpu) for group in groups] == [
         (group.names, group.numel, group.device == "gpu") for group in planned.sub_groups

@@ -8,25 +8,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from so_tui.machine import Machine, Mpam, Software
+from so_tui.machine import Machine, Mpam
 from so_tui.machine.doctor import CheckContext, Finding, _run_checks
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec import RunSpec, find_preset, with_values
+from tests.support.plans import SOFTWARE
 from tests.support.sysroots import QUAD_GH200, Host, build_files
 
 GIB = 1 << 30
-INSTALLED = Software(
+INSTALLED = replace(
+    SOFTWARE,
     python="3.12.3",
-    torch="2.13.0",
-    torch_cuda="13.0",
-    deepspeed="0.19.8",
-    transformers="5.23.0",
     datasets="5.2.0",
     flash_attn_4="4.0.0b36",
-    numactl="2.0.19",
-    numactl_works=True,
     nvidia_driver="580.95.05",
-    compiler="c++ 13.3.0",
     ninja="1.13.0",
 )
 
@@ -65,12 +60,6 @@ def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
     return replace(host.machine(), **(usual | changes))
 
 
-def with_gpu(machine: Machine, **changes: Any) -> Machine:
-    """Return the machine with attributes of its first GPU changed."""
-    first, *others = machine.gpus
-    return replace(machine, gpus=(replace(first, **changes), *others))
-
-
 def with_software(machine: Machine, **changes: Any) -> Machine:
     """Return the machine with some versions changed."""
     return replace(machine, software=replace(INSTALLED, **changes))
@@ -101,7 +90,8 @@ def examined(
     """Return severity and code of each finding about a healthy host with these changes."""
     changed = healthy(host, **(machine or {}))
     if gpu:
-        changed = with_gpu(changed, **gpu)
+        first, *others = changed.gpus
+        changed = replace(changed, gpus=(replace(first, **gpu), *others))
     if software:
         changed = with_software(changed, **software)
     return brief(found(changed, files, folder, **context))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from so_tui.spec.run_spec import DataSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer.checkpoint_folder import Manifest
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
+from tests.support.checkpoints import manifest_of
+from tests.support.rank_processes import free_port
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
@@ -202,11 +203,8 @@ def ensure_process_group() -> None:
     """Join a process group of one rank, over gloo or NCCL, unless this process is in one."""
     if torch.distributed.is_initialized():
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     superoffload.join_process_group(
         dist_backend="nccl" if DEVICE.type == "cuda" else "gloo",
         auto_mpi_discovery=False,
@@ -285,17 +283,7 @@ def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
     """Return the manifest of a checkpoint of the small model."""
-    return Manifest(
-        step=step,
-        total_steps=20,
-        ranks=ranks,
-        consumed_sequences=2 * step * ranks,
-        useful_tokens=0,
-        trained_tokens=0,
-        data="made-up",
-        last_loss=None,
-        spec=run,
-    )
+    return manifest_of(run, step, "", ranks, consumed=2 * step * ranks)
 
 
 def states(made: Any, folder: Path | None = None, rank: int = 0) -> bytes:

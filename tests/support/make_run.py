@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -110,7 +109,6 @@ def write_run(
     state: State = "training",
     nan_steps: range = range(0),
     seconds_of_samples: int = 900,
-    seed: int = 7,
     now: float | None = None,
     name: str | None = None,
 ) -> RunDirectory:
@@ -121,7 +119,7 @@ def write_run(
         seconds_of_samples: How much of the run's end the host samples cover.
         now: When the run did its last step, in Unix seconds; the present unless given.
     """
-    chance = random.Random(seed)
+    chance = random.Random(7)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
     run = named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
@@ -344,7 +342,3 @@ def _write_log(
         done = f"step {step}/{total}  loss {_loss(step):.4f}  lr 9.1e-06  3.10 s"
         lines.append(f"{when} rank 0  {done}")
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    print(write_run(Path(sys.argv[1])).path)

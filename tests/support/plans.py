@@ -7,13 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from so_tui.launch.launch import launch_of
-from so_tui.machine.types import Machine, NumaNode, Software
+from so_tui.machine.types import Machine, Software
 from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
 from so_tui.spec.run_spec import DataSpec, Mode, RunSpec, TrainSpec
-from tests.support.machines import superchips
+from tests.support.machines import superchips, x86
 
-GIB = 2**30
 TINY = find_preset("tiny").spec.model
 SOFTWARE = Software(
     python="3.12",
@@ -45,16 +44,7 @@ def quad_gh200(**changes: object) -> Machine:
 
 def cpu_machine(**changes: object) -> Machine:
     """Two cores, one node, no GPU."""
-    node = NumaNode(id=0, kind="cpu", cpus=(0, 1), memory_total_bytes=16 * GIB)
-    machine = quad_gh200(
-        hostname="box",
-        architecture="x86_64",
-        online_cpus=(0, 1),
-        allowed_cpus=(0, 1),
-        numa_nodes=(node,),
-        gpus=(),
-    )
-    return replace(machine, **changes)
+    return replace(x86(cores=2, memory_mib=16 * 1024), **({"software": SOFTWARE} | changes))
 
 
 def spec_of(**changes: object) -> RunSpec:

@@ -44,12 +44,6 @@ def test_locks_have_aarch64_wheels(version: str, locks: tuple[str, ...], tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("locks", [NEWEST, MIDDLE, OLDEST], ids=str)
-def test_the_locks_name_no_package_twice(locks: tuple[str, ...]) -> None:
-    names = [name for name, _ in locked(*locks)]
-    assert sorted(names) == sorted(set(names))
-
-
 @pytest.mark.parametrize("each", known_versions().sets, ids=lambda each: each.name)
 def test_lock_has_the_versions_of_its_set(each: VersionSet) -> None:
     names = NEWEST[:2] if each.name == "newest" else [f"{each.name}.txt"]
@@ -59,9 +53,3 @@ def test_lock_has_the_versions_of_its_set(each: VersionSet) -> None:
     wanted = project["dependencies"] + project["optional-dependencies"]["train"]
     for bound in map(Requirement, wanted):
         assert Version(versions[bound.name.lower()]) in bound.specifier, bound.name
-
-
-def test_the_documentation_needs_no_other_version_than_the_rest() -> None:
-    versions, needed = dict(locked(*NEWEST[:2])), dict(locked("docs.txt"))
-    assert "sphinx" in needed
-    assert {name for name in needed if versions.get(name, needed[name]) != needed[name]} == set()

@@ -1,5 +1,5 @@
-"""Ranks that share sequences: what plans count for them, when they are proposed, what is
-refused.
+"""Ranks that share sequences, and several hosts: what plans count for them, when they are proposed,
+what is refused, and what the network between hosts costs.
 """
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.plan.fit import assess, target_of
-from so_tui.plan.gpu_memory import _all_terms
-from so_tui.plan.notes import FitsHere, SequencesNotShareable, SequencesShared
+from so_tui.machine.known import named_machine
+from so_tui.machine.types import Machine, Network
+from so_tui.plan.fit import target_of
+from so_tui.plan.notes import AcrossHosts, FitsHere, SequencesNotShareable, SequencesShared
+from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.resources import exchanged_bytes, more_sharing
 from so_tui.spec import RunSpec, problems_in, spec_tree
 from tests.support import planning
 from tests.support.machines import x86
-from tests.support.planning import CPU_ONLY, facts_of, only, planned, spec_of, step_of
+from tests.support.planning import CPU_ONLY, QUAD, facts_of, only, planned, spec_of, step_of
 from tests.support.problems import rejected
 from tests.support.trees import smallest
 
@@ -27,22 +29,6 @@ def long_spec(tokens: int, gpus: int = 2, ranks: int = 1, **changes: str) -> Run
     given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
     given |= {"gpus": str(gpus), "train__sequence_parallel": str(ranks)}
     return planning.long_spec(tokens, **given | changes)
-
-
-def test_activations_of_a_rank_are_those_of_its_part() -> None:
-    found, expected = (
-        {
-            term.kind: term.bytes
-            for term in _all_terms(assess(spec, target_of(spec, H200S)).placement)
-            if term.location == "gpu"
-        }
-        for spec in (long_spec(65_536, ranks=2), long_spec(32_768))
-    )
-    exchanged, buffers = found.pop("sequence-exchange"), found.pop("nccl-buffers")
-    assert exchanged > 0
-    assert buffers == 2 * expected.pop("nccl-buffers")
-    for kind in ("layer-inputs", "block-working-set", "loss", "hidden-states", "states-on-gpu"):
-        assert found[kind] == expected[kind]
 
 
 def test_a_step_trains_half_the_sequences_and_waits() -> None:
@@ -124,3 +110,45 @@ def test_the_length_that_a_spec_leaves_out_counts_too() -> None:
 def test_what_cannot_be_shared_is_refused_by_its_key(changes: dict[str, str], code: str) -> None:
     with rejected(code):
         spec_of("qwen3-30b-a3b", **{"train__sequence_parallel": "2"} | changes)
+
+
+def with_network(gbit_per_s: float) -> Machine:
+    return replace(QUAD, network=Network(gbit_per_s=gbit_per_s, source="a test"))
+
+
+def across(machine: Machine, **changes: str) -> Plan:
+    given = {"gpus": "4", "nodes": "2", "offload__mode": "superoffload"}
+    return planning.planned("qwen3-14b", machine, **given | changes)
+
+
+def test_weights_travel_twice_and_gradients_once() -> None:
+    plan = across(QUAD, train__micro_batch="1", train__gradient_accumulation="2")
+    fact, parameters = only(plan.reasons, AcrossHosts), plan.spec.model.parameter_count
+    assert (fact.machines, fact.ranks) == (2, 8)
+    assert fact.bytes_per_step == pytest.approx(2 * 3 * 2 * parameters * 7 / 8, rel=1e-3)
+    assert not facts_of(across(QUAD, nodes="1").reasons, AcrossHosts)
+
+
+def test_slower_network_sets_the_pace() -> None:
+    fast, slow = across(with_network(8000)), across(with_network(100))
+    alone, held_up = (only(plan.reasons, AcrossHosts) for plan in (fast, slow))
+    assert alone.longer_s == 0
+    assert held_up.seconds == pytest.approx(held_up.bytes_per_step / (0.9 * 100e9 / 8))
+    assert slow.step_s == pytest.approx((fast.step_s or 0) + (held_up.longer_s or 0))
+
+
+def test_only_adapters_of_gpus_that_take_part_carry() -> None:
+    four, one = (
+        planning.planned("llama-3.1-8b", with_network(100), gpus=gpus, nodes=nodes)
+        for gpus, nodes in (("4", "2"), ("1", "8"))
+    )
+    seconds = [only(plan.reasons, AcrossHosts).seconds or 0.0 for plan in (four, one)]
+    assert seconds[1] == pytest.approx(4 * seconds[0])
+
+
+def test_an_unknown_network_is_assumed_and_said_to_be() -> None:
+    fact = only(across(QUAD).reasons, AcrossHosts)
+    assert (fact.network.gbit_per_s, fact.network.source) == (800, "")
+    assert "assumed" in fact.message
+    vista = planning.planned("tiny", named_machine("gh200-120"), gpus="1", nodes="2")
+    assert "NDR" in only(vista.reasons, AcrossHosts).message

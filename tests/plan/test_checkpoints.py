@@ -1,22 +1,23 @@
-"""The memory that a plan gives to copies of states, from which checkpoints are written while
-training goes on.
+"""How often to save a checkpoint, and the memory that a plan gives to copies of states, from which
+checkpoints are written while training goes on.
 """
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
-from so_tui.plan.notes import SavesBehind, StepsEarly
+from so_tui.plan.notes import CheckpointInterval, SavesBehind
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.reasons import DISK_BYTES_PER_S
-from so_tui.spec import with_values
+from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, _best_interval_s
 from tests.support import planning
 from tests.support.machines import x86
-from tests.support.planning import BIG, QUAD, bytes_of, facts_of, only, recommended
+from tests.support.planning import BIG, CPU_ONLY, QUAD, bytes_of, facts_of, only
 
 UNCLIPPED = {"train__gradient_clipping": "0"}
 """So that no second states take the memory first."""
@@ -65,46 +66,6 @@ def test_second_states_come_first_and_hold_copies_too() -> None:
     assert 0 < behind(plan).bytes < behind(planned(1024)).bytes
 
 
-def seconds_of_1000_steps(plan: Plan) -> float:
-    """Return how long they take with a checkpoint every half an hour, on a disk that takes 1 GB/s.
-
-    Training waits for what is not copied. While second states hold copies, which are written first,
-    their sub-groups are held back.
-    """
-    step_s, write_s = plan.step_s or 0.0, plan.disk_bytes / DISK_BYTES_PER_S
-    held_back_s = sum(
-        early.share * write_s * (1 - step_s / early.held_back_step_s)
-        for early in facts_of(plan.reasons, StepsEarly)
-        if early.held_back_step_s
-    )
-    return 1000 * step_s * (1 + ((1 - behind(plan).share) * write_s + held_back_s) / 1800)
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus", "machine", "minutes"),
-    [
-        ("gpt-oss-20b", 1, BIG, (54, 77)),
-        ("llama-3.1-8b", 1, QUAD, (32, 33)),
-        ("phi-4", 1, BIG, (59, 75)),
-        ("phi-4", 2, QUAD, (70, 70)),
-    ],
-)
-def test_memory_gains_more_as_second_states_than_as_copies(
-    model: str, gpus: int, machine: Machine, minutes: tuple[int, int]
-) -> None:
-    """The minutes of 1000 steps in docs/checkpoints.md: as planned, and with copies first, which
-    leaves these hosts no second states.
-    """
-    saving = {"checkpoint.every_minutes": "30"}
-    spec = with_values(recommended(model, machine, gpus=str(gpus)).spec, saving)
-    copies_first = with_values(spec, {"offload.speculation": "off"})
-    planned_s, other_s = (
-        seconds_of_1000_steps(make_plan(one, machine)) for one in (spec, copies_first)
-    )
-    assert (round(planned_s / 60), round(other_s / 60)) == minutes
-    assert planned_s < 1.01 * other_s
-
-
 def test_full_host_holds_fewer_copies_or_none() -> None:
     plans = [planned(gib, **UNCLIPPED) for gib in (150, 170, 200)]
     shares = [behind(plan).share for plan in plans]
@@ -146,3 +107,55 @@ def test_engine_chooses_the_same_copies_from_its_budget() -> None:
     for budget in range(0, 22_000, 100):
         chosen = copied(sizes, (1, 3), budget)
         assert copied(sizes, (1, 3), sum(sizes[index] for index in chosen)) == chosen
+
+
+DAY = 86_400.0
+
+
+def expected_s(interval_s: float, cost_s: float, failure_s: float) -> float:
+    """Return the expected seconds for each second of work, without those of restarts (Daly 2006,
+    equation 13).
+    """
+    return failure_s * (math.exp((interval_s + cost_s) / failure_s) - 1) / interval_s
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "failure_s"), [(1, DAY), (60, DAY), (600, DAY), (600, 100 * DAY), (3600, DAY)]
+)
+def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float) -> None:
+    best = expected_s(_best_interval_s(cost_s, failure_s), cost_s, failure_s)
+    others = (expected_s(failure_s * 1.02**power, cost_s, failure_s) for power in range(-600, 100))
+    assert best <= min(others) * 1.001
+    assert _best_interval_s(3 * failure_s, failure_s) == failure_s, "once in a failure"
+
+
+def interval_of(machine: Machine, **changes: str) -> CheckpointInterval:
+    return only(planning.planned("llama-3.1-8b", machine, **changes).reasons, CheckpointInterval)
+
+
+def test_more_gpus_fail_more_often() -> None:
+    one, eight = (
+        interval_of(QUAD, gpus="4", nodes=nodes, checkpoint__background="false")
+        for nodes in ("2", "16")
+    )
+    assert (one.gpus, eight.gpus) == (8, 64)
+    assert one.failure_hours == pytest.approx(GPU_HOURS_BETWEEN_FAILURES / 8)
+    assert eight.failure_hours == pytest.approx(one.failure_hours / 8)
+    assert eight.minutes < one.minutes
+
+
+def test_checkpoints_behind_training_are_saved_more_often() -> None:
+    """Since they hold it up less."""
+    behind, before = (
+        interval_of(BIG, slurm__partition="gh", checkpoint__background=background)
+        for background in ("true", "false")
+    )
+    assert behind.pause_s < 0.1 * before.pause_s
+    assert behind.minutes < before.minutes
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes"), [(BIG, {}), (CPU_ONLY, {"slurm__partition": "gh"})]
+)
+def test_a_short_run_needs_no_advice(machine: Machine, changes: dict[str, str]) -> None:
+    assert not facts_of(planning.planned("tiny", machine, **changes).reasons, CheckpointInterval)
