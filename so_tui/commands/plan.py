@@ -156,15 +156,7 @@ def _counts(arguments: Namespace) -> tuple[int, ...]:
         InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code
             ``not-a-count``).
     """
-    given = next(
-        (
-            name
-            for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given))
-            if value
-        ),
-        "",
-    )
-    if given:
+    if given := "--set" if arguments.set else "--as-given" if arguments.as_given else "":
         raise reject(
             "preset-needed",
             given,

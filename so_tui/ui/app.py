@@ -248,8 +248,6 @@ class SoTuiApp(SharedApp):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.dialogs import Question
-
         unsaved = self.unsaved()
         if not unsaved:
             self._leave()
@@ -259,8 +257,7 @@ class SoTuiApp(SharedApp):
                 for preset, count in unsaved.items()
             ]
             title = "Quit and lose unsaved changes?"
-            question = Question(title, lines, yes="Quit", no="No, stay", id="quit")
-            self.push_screen(question, lambda yes: self._leave() if yes else None)
+            self.ask(title, lines, self._leave, yes="Quit", no="No, stay", id="quit")
 
     def _leave(self) -> None:
         """Leave the application, and say what goes on."""

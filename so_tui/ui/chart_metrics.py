@@ -18,7 +18,7 @@ from so_tui.runs.records import StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Look, Metric, look_of
-from so_tui.ui.charts.series import Line, Named
+from so_tui.ui.charts.series import Named
 from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
 from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
@@ -70,16 +70,13 @@ def hardware_keys(gpus: Sequence[GpuView]) -> _Names:
 
 
 PAGE_KEYS = (
-    command_key(
-        "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
-    ),
+    command_key("greater_than_sign", "page(1)", "Next page", "The next charts", show=False),
     command_key(
         "less_than_sign",
         "page(-1)",
         "Page before",
         "The charts before",
         id="page-before",
-        display="<",
         show=False,
     ),
 )
@@ -153,16 +150,24 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return rows and columns of charts in a terminal of ``width`` columns."""
         return self.grid or (1, 3 if width >= WIDE else 2)
 
+    def without_gpus(self) -> ChartLayout:
+        """Return the layout for a run without GPUs: unless the user chose the metrics, memory of
+        the host stands for theirs.
+        """
+        if self.shown != ChartLayout().shown:
+            return self
+        shown = tuple("host-memory" if key == "gpu-memory" else key for key in self.shown)
+        return msgspec.structs.replace(self, shown=shown)
 
-def without_gpus(layout: ChartLayout) -> ChartLayout:
-    """Return the layout for a run without GPUs: unless the user chose the metrics, memory of the
-    host stands for theirs.
-    """
-    if layout.shown != ChartLayout().shown:
-        return layout
-    return msgspec.structs.replace(
-        layout, shown=tuple("host-memory" if key == "gpu-memory" else key for key in layout.shown)
-    )
+    def page(self, number: int, width: int) -> _ChartPage:
+        """Return one page of charts; numbers beyond the last page begin again with the first."""
+        rows, columns = self.cells(width)
+        metrics = tuple(BY_KEY[key] for key in self.shown)
+        pages = max(1, math.ceil(len(metrics) / (rows * columns)))
+        number %= pages
+        here = metrics[number * rows * columns : (number + 1) * rows * columns]
+        columns = min(columns, len(here))
+        return _ChartPage(here, math.ceil(len(here) / columns), columns, number, pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,16 @@ class _ChartPage:
             else f"{self.number + 1}/{self.pages} ▸"
         )
 
+    def wanted(self, ema: float | None) -> Wanted:
+        """Return what the charts of this page need; some field in any case."""
+        smoothing = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
+        drawn = [(field, metric.smoothing) for metric in self.metrics for field in metric.fields]
+        fields = dict.fromkeys(field for field, _ in drawn)
+        smoothed = dict.fromkeys(field for field, wanted in drawn if wanted in smoothing)
+        return Wanted(
+            tuple(fields) or ("loss",), tuple(smoothed), ema or None, samples_of(self.metrics)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -196,28 +211,6 @@ class Wanted:
     smoothed: _Names
     ema: float | None
     samples: _Names = ()
-
-
-def page_of(layout: ChartLayout, number: int, width: int) -> _ChartPage:
-    """Return one page of charts; numbers beyond the last page begin again with the first."""
-    rows, columns = layout.cells(width)
-    metrics = tuple(BY_KEY[key] for key in layout.shown)
-    pages = max(1, math.ceil(len(metrics) / (rows * columns)))
-    number %= pages
-    here = metrics[number * rows * columns : (number + 1) * rows * columns]
-    columns = min(columns, len(here))
-    return _ChartPage(here, math.ceil(len(here) / columns), columns, number, pages)
-
-
-def wanted_by(page: _ChartPage, ema: float | None) -> Wanted:
-    """Return what the charts of a page need; some field in any case."""
-    smoothing = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
-    drawn = [(field, metric.smoothing) for metric in page.metrics for field in metric.fields]
-    fields = dict.fromkeys(field for field, _ in drawn)
-    smoothed = dict.fromkeys(field for field, wanted in drawn if wanted in smoothing)
-    return Wanted(
-        tuple(fields) or ("loss",), tuple(smoothed), ema or None, samples_of(page.metrics)
-    )
 
 
 def _layout_path() -> Path:
@@ -257,8 +250,7 @@ def save_layout(layout: ChartLayout) -> None:
     write_atomic(path, msgspec.json.encode(layout))
 
 
-# Charts of what was sampled: a line for each GPU, node or host, its limit, and marks of
-# throttling.
+# Charts of what was sampled: a line for each GPU, node or host, and its limit.
 
 
 def sampled_lines(
@@ -301,8 +293,3 @@ def sampled_lines(
             pairs.append((replace(line, role=look.role, sign=look.sign), word))
             drawn += 1
     return pairs
-
-
-def marked_lines(metric: Metric, sampled: SampledLines) -> list[Line]:
-    """Return the lines whose values are marked on the axis."""
-    return list(sampled.get(metric.marked, ()))

@@ -432,8 +432,6 @@ class JobQuestion(LaunchQuestion):
 
     def action_edit(self) -> None:
         """Open the script in the user's editor, which has the terminal until it ends."""
-        from so_tui.spec import SoTuiError
-
         failure = ""
         try:
             with self.app.suspend():

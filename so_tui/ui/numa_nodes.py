@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -20,10 +20,10 @@ from textual.widget import Widget
 
 from so_tui.trust.text import brief_line
 from so_tui.ui import run_status
-from so_tui.ui.charts.canvas import GLYPHS, Scale
 from so_tui.ui.charts.drawing import (
     GUTTER,
     RoleStyles,
+    Scale,
     axis_row,
     cells_in,
     gutter_text,
@@ -199,8 +199,14 @@ def _mean(column: Sequence[bytes], positions: Sequence[int]) -> float:
 
 PERCENT = Scale(0, 100)
 NodePlot = Literal["load", "cores", "memory"]
-PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
-"""What is drawn of each node over time."""
+_PLOTS: dict[NodePlot, tuple[Sequence[str], str]] = {
+    "load": ((), ""),
+    "cores": ((CORES,), "   rows are cores over time"),
+    "memory": (tuple(MEMORY), "   memory in use, and the file cache in it"),
+}
+"""What can be drawn of each node over time, with what must be kept of the samples for it, and what
+the panel's heading says of it.
+"""
 TWO_COLUMNS = 148
 """Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into
 each.
@@ -367,7 +373,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         if self.plot == "memory":
             scale = Scale(0, max(1, view.sample.memory_total_bytes))
             per, unit = memory_unit()[0], "G"
-        body = plot_rows(lines, axis, lambda _: scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
+        body = plot_rows(lines, axis, lambda _: scale, size, glyphs_of(self.app), styles)[0]
         labels = [" " * GUTTER] * len(body)
         if len(body) > 2:
             labels = gutter_text(scale, len(body), lambda value: f"{value:.0f} {unit}", per)
@@ -513,13 +519,14 @@ class NumaPanel(KeptVertical):
         self.heading.update("NUMA", _figure(shown, self.nodes.plot))
 
     @property
-    def wanted(self) -> tuple[str, ...]:
+    def wanted(self) -> Sequence[str]:
         """What must be kept of the samples."""
-        return {"load": (), "cores": (CORES,), "memory": tuple(MEMORY)}[self.nodes.plot]
+        return _PLOTS[self.nodes.plot][0]
 
     def next_plot(self) -> None:
         """Show something else of the nodes over time."""
-        self.nodes.plot = PLOTS[(PLOTS.index(self.nodes.plot) + 1) % len(PLOTS)]
+        plots = list(_PLOTS)
+        self.nodes.plot = plots[(plots.index(self.nodes.plot) + 1) % len(plots)]
 
     def node_rows(self, width: int) -> int:
         """Return how many nodes stand above each other in a panel of ``width`` cells."""
@@ -550,13 +557,8 @@ def _figure(shown: Hosts, plot: NodePlot) -> str:
         when = ", at the cursor" if sampled else ", now: nothing was sampled at the cursor"
     hosts = f" of {plural(shown.count, 'host')}" if shown.count > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
-    over_time = {
-        "load": "",
-        "cores": "   rows are cores over time",
-        "memory": "   memory in use, and the file cache in it",
-    }[plot]
     signs = ": A Adam, m main, o other" if shown.ranks else ""
-    return f"{counted}{when}{over_time}   a cell is a core{signs}"
+    return f"{counted}{when}{_PLOTS[plot][1]}   a cell is a core{signs}"
 
 
 def rank_name(rank: int, gpu: int | None) -> str:

@@ -78,11 +78,11 @@ def _machine_facts(machine: Machine) -> list[str]:
     return facts
 
 
-class TopLine(CachedLinesMixin):
+class _TopLine(CachedLinesMixin):
     """Host, machine and live runs, on every screen."""
 
     DEFAULT_CSS = """
-    TopLine { height: 1; background: $surface; padding: 0 1; }
+    _TopLine { height: 1; background: $surface; padding: 0 1; }
     """
 
     app = getters.app(SharedApp)
@@ -181,7 +181,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
     """The field that was left last; tab continues from it."""
 
     def compose(self) -> ComposeResult:
-        yield TopLine()
+        yield _TopLine()
         yield _Navigation(self.PAGE)
         yield from self.body()
         yield KeyLine()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from so_tui.ui.lines import fill, legend, stacked, step_parts
+from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
 from so_tui.ui.text import Content, faint, in_rows, wrapped
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
@@ -64,13 +64,13 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
             texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
     facts += map(Content, texts)
     predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
-    found = []
+    found: list[list[Content]] = []
     for gap in (GAP, GAP - 1):
         # ``predicted`` never begins a line.
         last = facts[-1] + " " * gap + predicted if predicted is not None else facts[-1]
         found.append(wrapped([*facts[:-1], last], width, gap))
-    wide, close = found
-    return in_rows(close if len(close) < len(wide) else wide)
+    fewest = min(found, key=len)  # the wide ones, if they are as few
+    return in_rows(fewest)
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
@@ -211,8 +211,9 @@ def _bar_line(
     share = used / total
     too_small = share > 1 - TIGHT_MARGIN
     style = "$error" if too_small else "$warning" if share > 1 - margin else "$memory"
-    over = Content.styled(too_much, "$error") if too_small else Content("")
-    return _labelled(name, fill(share, width, style) + f"  {memory_of(used, total)}" + over)
+    over = (too_much if too_small else "", "$error")
+    figures = f"  {memory_of(used, total)}"
+    return _labelled(name, Content.assemble(*fill_pieces(share, width, style), figures, over))
 
 
 def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:

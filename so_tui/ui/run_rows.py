@@ -15,7 +15,7 @@ from so_tui.runs.listing import RunNotes, read_notes
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.runs.results import RunResults, mean_name, mean_steps_of, results_of
+from so_tui.runs.results import RunResults, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
 
@@ -48,6 +48,17 @@ class RunRow:
     def shown_state(self) -> str:
         """The state as it is shown."""
         return "checking" if self.checking else self.state.shown
+
+    @property
+    def model(self) -> str:
+        """The model's label; ``?`` for a run whose settings cannot be read."""
+        return self.spec.label if self.spec is not None else "?"
+
+    @property
+    def searched(self) -> str:
+        """The text in which the list's filter searches."""
+        words = self.run.name, self.model, self.state.state, *self.notes.tags, self.notes.note
+        return " ".join(words).lower()
 
 
 class RunLister:
@@ -205,14 +216,6 @@ def _thinned(line: Line, most: int) -> Line:
         times.append(line.times[stop - 1])
         steps.append(line.steps[stop - 1])
     return Line(series, len(series), times, steps, line.role)
-
-
-def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
-    """Return what the values of overlaid curves are, for the heading of their chart."""
-    spans = sorted({curve.span for curve in curves})
-    if len(spans) < 2:
-        return tuple(map(mean_name, spans))
-    return (f"means of {spans[0]} to {spans[-1]} steps",)
 
 
 def _spark(series: Series, length: int, width: int) -> str:

@@ -114,7 +114,7 @@ class SettingsApp(FixedApp[None]):
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
-        glyphs = chosen_glyphs(environment_at_start(), preferred=screen.glyphs)
+        glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
         self.glyphs = glyphs
         if glyphs == "ascii":
             self._filters.append(PlainCharacters())
@@ -510,6 +510,7 @@ class SharedApp(SettingsApp):
         yes: str,
         no: str = "No",
         default_yes: bool = False,
+        id: str | None = None,
     ) -> None:
         """Ask a question, and ``proceed`` if the answer is yes."""
         from so_tui.ui.dialogs import Question
@@ -518,7 +519,7 @@ class SharedApp(SettingsApp):
             if answer:
                 proceed()
 
-        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes)
+        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id)
         self.push_screen(question, answered)
 
     # What needs another screen: the application above knows them.

@@ -220,9 +220,7 @@ _PLAIN = str.maketrans(
 )
 
 
-def chosen_glyphs(
-    environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto"
-) -> GlyphName:
+def chosen_glyphs(environ: Mapping[str, str], preferred: str = "auto") -> GlyphName:
     """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and
     terminal can show.
 
@@ -232,7 +230,7 @@ def chosen_glyphs(
     for wanted in (environ.get(VARIABLE), preferred):
         if wanted in names:
             return names[wanted]
-    encoding = locale.getpreferredencoding(False) if encoding is None else encoding
+    encoding = locale.getpreferredencoding(False)
     # By POSIX's order of variables.
     names_of_locale = (environ.get(variable) for variable in ("LC_ALL", "LC_CTYPE", "LANG"))
     characters = next(filter(None, names_of_locale), "")

@@ -208,7 +208,7 @@ class KeyLine(CachedLinesMixin):
         if binding.key == "enter":
             return "enter"
         if self._typing:  # a display for several keys would name some that type text
-            return self.app.get_key_display(replace(binding, key_display=None))
+            binding = replace(binding, key_display=None)
         return self.app.get_key_display(binding)
 
     def on_click(self, event: events.Click) -> None:

@@ -19,11 +19,10 @@ from so_tui.ui.chart_metrics import (
     ChartLayout,
     _layout_path,
     load_layout,
-    page_of,
     save_layout,
 )
-from so_tui.ui.charts.canvas import beyond, fit_scale
 from so_tui.ui.charts.chart import SIGNS, Chart, look_of
+from so_tui.ui.charts.drawing import beyond, fit_scale
 from so_tui.ui.charts.series import Line, StepSeries
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.dialogs import ChooseMetrics, _matching, _weight_of
@@ -281,8 +280,8 @@ def test_what_is_remembered_and_unknown_is_left_out() -> None:
 
 def test_pages_and_smoothing_go_round() -> None:
     layout = ChartLayout()
-    assert page_of(layout, 3, 80) == page_of(layout, 0, 80)
-    assert page_of(layout, 0, 200).columns == 3
+    assert layout.page(3, 80) == layout.page(0, 80)
+    assert layout.page(0, 200).columns == 3
     for ema in (*EMAS, None):
         layout = layout.smoother(1)
         assert layout.ema == ema

@@ -22,7 +22,7 @@ from so_tui.runs.records import ResumedRecord
 from so_tui.runs.results import mean_steps
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.ui.chart_metrics import EMAS
-from so_tui.ui.charts.canvas import spans
+from so_tui.ui.charts.drawing import spans
 from so_tui.ui.charts.series import METRICS, SMOOTHED, Axis, FollowedSteps, StepSeries
 from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
 from tests.support.records import step_record

@@ -367,9 +367,9 @@ async def test_panels_follow_the_cursor_and_return(runs_dir: Path, size: tuple[i
         await ui.press("i", "shift+left", "shift+left")
         await ui.until(lambda: screen.view.cursor is not None and screen.view.cursor < 118)
         step = round(screen.view.cursor or 0)
-        await ui.until(lambda: ui.shown("StepPanel").startswith(f"step {step} ") and inspected())
+        await ui.until(lambda: ui.shown("#anatomy").startswith(f"step {step} ") and inspected())
         assert not log.following
         assert f"step {step}/" in "".join(rows_of(log))
         await ui.press("escape")
         await ui.until(lambda: log.following and not inspected())
-        assert not ui.shown("StepPanel").startswith(f"step {step} ")
+        assert not ui.shown("#anatomy").startswith(f"step {step} ")

@@ -14,7 +14,7 @@ from so_tui.runs import RunReader, SampleWriter
 from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.ui import snapshot
-from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, marked_lines, sampled_lines
+from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, sampled_lines
 from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
 from so_tui.ui.snapshot import CORES, Loads, LoadStore, sampled_value
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
@@ -149,7 +149,7 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
         ("memory", 5 << 30),
     ]
     assert [found[2] for key in ("gpu-busy", "gpu-clock") for found in newest(key)] == [93, 1003]
-    (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
+    (throttled,) = sampled[BY_KEY["gpu-clock"].marked]
     assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [
         None,
         (1001, 1001),

@@ -20,24 +20,22 @@ from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 
-from so_tui.ui.charts.canvas import (
-    GLYPHS,
-    Canvas,
-    Scale,
-    fit_scale,
-    round_values,
-    spans,
-    ticks,
-    time_values,
-)
 from so_tui.ui.charts.chart import _arranged, _Figure
 from so_tui.ui.charts.drawing import (
+    _GLYPHS,
     GUTTER,
     Mark,
+    Scale,
+    _Canvas,
+    _round_values,
+    _ticks,
+    _time_values,
     axis_row,
     cells_in,
+    fit_scale,
     gutter_text,
     plot_rows,
+    spans,
 )
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark, _thinned
@@ -65,7 +63,7 @@ def drawn(
     values: list[float], width: int, height: int, glyphs: GlyphName = "braille", log: bool = False
 ) -> list[str]:
     line, axis = line_of(values)
-    canvas = Canvas(width, height, GLYPHS[glyphs])
+    canvas = _Canvas(width, height, _GLYPHS[glyphs])
     found, gaps = spans(line, axis, canvas.columns)
     canvas.draw(found, gaps, fit_scale([found], log=log), 0)
     return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
@@ -127,7 +125,8 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
     styles = {role: Style(color=colour) for role, colour in colours.items()}
     loads = {"band": 80, "main": 80, "gpu": 100}
     lines = [replace(line_of([load] * 40)[0], role=role) for role, load in loads.items()]
-    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, rows), GLYPHS["braille"], styles
+    glyphs: GlyphName = "braille"
+    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, rows), glyphs, styles
     both, alone = (plot_rows(some, *place)[0][0] for some in (lines, lines[:2]))
     dots = ord(alone[0].text[0]) - 0x2800
     for segment in both:
@@ -147,12 +146,12 @@ def test_a_mean_after_a_spike_is_exact() -> None:
 
 
 def test_round_values() -> None:
-    assert round_values(0, 100, 5) == [0, 25, 50, 75, 100]
-    assert round_values(0.98, 2.6, 4) == [1.0, 1.5, 2.0, 2.5]
-    assert time_values(0, 3600, 4) == [0, 1800, 3600]
-    assert ticks(Scale(0.5, 200, log=True), 6) == [1.0, 10.0, 100.0]
+    assert _round_values(0, 100, 5) == [0, 25, 50, 75, 100]
+    assert _round_values(0.98, 2.6, 4) == [1.0, 1.5, 2.0, 2.5]
+    assert _time_values(0, 3600, 4) == [0, 1800, 3600]
+    assert _ticks(Scale(0.5, 200, log=True), 6) == [1.0, 10.0, 100.0]
     for low, high, most in ((0.0, 1e-9, 3), (1e6, 1.1e6, 4), (-3.0, 5.0, 2)):
-        values = round_values(low, high, most)
+        values = _round_values(low, high, most)
         assert 1 <= len(values) <= most
         assert low - 1e-12 <= min(values) <= max(values) <= high + 1e-12
 
@@ -254,7 +253,7 @@ def test_extreme_floats_are_drawn(log: bool, robust: bool, ceiling: float | None
         found = [(low, low), (low, high), (high, high)]
         scale = fit_scale([found], log=log, robust=robust, ceiling=ceiling)
         assert scale.low < scale.high
-        canvas = Canvas(10, 8, GLYPHS["braille"])
+        canvas = _Canvas(10, 8, _GLYPHS["braille"])
         canvas.draw(found, [], scale, 0)
         heights = [pair for pair in scale.heights(found, canvas.dots) if pair is not None]
         assert log or all(0 <= row < canvas.dots for pair in heights for row in pair)

@@ -33,7 +33,7 @@ async def test_without_colour_and_unicode_all_is_grey_and_plain(
         triplets = [triplet for triplet in colours if triplet]
         assert triplets
         assert all(len(set(triplet)) == 1 for triplet in triplets)
-        await ui.until(lambda: "forward" in ui.shown("StepPanel"))
+        await ui.until(lambda: "forward" in ui.shown("#anatomy"))
         (row,) = [strip.text for strip in filtered(ui) if " backward " in strip.text]
         assert re.search(r"s +d+f+b+x+o* ", row), "a bar of letters"
         for name in ("f forward ", "b backward ", "x exposed "):

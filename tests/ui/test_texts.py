@@ -212,9 +212,10 @@ def test_memory_bars_have_the_colours_of_the_verdict(share: float, style: str) -
     ],
 )
 def test_glyphs_follow_setting_locale_and_terminal(
-    environ: dict[str, str], encoding: str, glyphs: str
+    environ: dict[str, str], encoding: str, glyphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert chosen_glyphs(environ, encoding) == glyphs
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: encoding)
+    assert chosen_glyphs(environ) == glyphs
 
 
 @pytest.mark.parametrize("width", [8, 12, 20, 34])

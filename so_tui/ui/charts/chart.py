@@ -14,18 +14,22 @@ from textual.message import Message
 from textual.strip import Strip
 
 from so_tui.runs.records import StepRecord
-from so_tui.ui.charts.canvas import GLYPHS, Scale, Spans, beyond, fit_scale, spans
 from so_tui.ui.charts.drawing import (
     GUTTER,
     Mark,
     RoleStyles,
+    Scale,
+    Spans,
     axis_row,
+    beyond,
     cells_in,
+    fit_scale,
     gutter_text,
     joined,
     plot_key,
     plot_rows,
     role_css,
+    spans,
     value_at,
     with_cursor,
 )
@@ -371,16 +375,13 @@ class Chart(DrawnRowsMixin, can_focus=True):
         follow the title.
         """
         self.named, self.axis = tuple(named), axis
-        self.lines, names = [line for line, _ in named], [name for _, name in named]
+        self.lines = [line for line, _ in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
-        # Series grow in place, so their length says whether there is anything new.
-        series = [
-            (id(line.series), line.length, line.role, line.sign) for line in (*self.lines, *marked)
-        ]
         window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = names, self.notes, alarm, progress, self.turns, self.waiting, self.metric.shown_in
-        shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust
+        heading = self.notes, alarm, progress, self.turns, self.waiting, self.metric.shown_in
+        lines = self.named, self.marked
+        shown = lines, window, heading, self.marks, cursor, self.log_scale, self.robust
         if shown != self._shown:
             self._shown = shown
             self.repaint()
@@ -487,7 +488,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def draw_rows(self) -> list[Strip]:
         width, height = self.size
         room = self.heading_room
-        columns = width - 2 * self.inset - GUTTER
+        columns = self.columns
         styles = self._role_styles.get(self)
         frame = _ChartFrame(width, self.inset, styles)
         title = self._title(room)
@@ -555,8 +556,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            size, drawn = (width, height), GLYPHS[glyphs]
-            self._plotted = plot_rows(self.lines, axis, self._fit, size, drawn, styles)
+            size = width, height
+            self._plotted = plot_rows(self.lines, axis, self._fit, size, glyphs, styles)
         return self._plotted
 
     def _fit(self, found: list[Spans]) -> Scale:

@@ -1,27 +1,376 @@
-"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and the styles of roles."""
+"""From lines to cells: spans per dot column, scales, ticks and dots, then the rows of a plot, its
+axis and labels, and the styles of roles.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.widget import Widget
 
-from so_tui.ui.charts.canvas import (
-    Canvas,
-    Glyphs,
-    Scale,
-    Spans,
-    round_values,
-    spans,
-    ticks,
-    time_values,
-)
 from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.text import GlyphName
+
+Span = tuple[float, float]
+Spans = list[Span | None]
+"""Extremes of a line by column; None where there is nothing to draw."""
+OUTLIER_RANGES = 3.0
+"""How many times the range of the middle half of all values a value may lie outside of it, on a
+scale that leaves outliers out.
+"""
+
+
+SIGN_CELLS, SIGN_SHIFT = 24, 7
+"""Cells between two signs on a line, and between those of two lines that follow each other."""
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Range of what a scale shows: nearer to the limits of floats, its arithmetic would overflow."""
+
+
+@dataclass(frozen=True)
+class _Glyphs:
+    """How many dots a character cell holds, and which character shows which dots."""
+
+    columns: int
+    rows: int
+    bits: tuple[tuple[int, ...], ...]
+    """Bit of a dot, by column, then by row from the top."""
+    characters: str
+    """Character of each mask."""
+
+
+_GLYPHS: dict[GlyphName, _Glyphs] = {
+    "braille": _Glyphs(
+        2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))
+    ),
+    "block": _Glyphs(2, 2, ((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
+    "ascii": _Glyphs(1, 2, ((1, 2),), " '.|"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values to heights. ``log`` is base 10; a value that cannot be shown has no height."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def height(self, value: float, dots: int) -> int | None:
+        """Return the dot row of ``value`` counted from the bottom, clamped into
+        ``0 .. dots - 1``.
+        """
+        low, high = self.low, self.high
+        if self.log:
+            if value <= 0:
+                return None
+            value, low, high = map(math.log10, (value, low, high))
+        share = (value - low) / (high - low)
+        return round(min(dots - 1, max(0, share * (dots - 1))))
+
+    def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
+        """Return the lowest and highest dot row of each span; None where nothing can be shown."""
+        if self.log:
+            return [
+                (self.height(span[0], dots) or 0, high)
+                if span is not None and (high := self.height(span[1], dots)) is not None
+                else None
+                for span in found
+            ]
+        base, top = self.low, dots - 1
+        factor = top / (self.high - base)
+        return [
+            None
+            if span is None
+            else (
+                round(min(top, max(0, (span[0] - base) * factor))),
+                round(min(top, max(0, (span[1] - base) * factor))),
+            )
+            for span in found
+        ]
+
+
+def spans(line: Line, axis: Axis, columns: int) -> tuple[Spans, list[int]]:
+    """Return the extremes of ``line`` in each dot column, and the columns that hold a gap."""
+    indices = axis.indices(line, columns)
+    extremes, has_gap = line.series.extremes, line.series.has_gap
+    parts = list(pairwise(indices))
+    found = [extremes(start, stop) if stop > start else None for start, stop in parts]
+    if not has_gap(indices[0], indices[-1]):
+        return found, []
+    return found, [column for column, part in enumerate(parts) if has_gap(*part)]
+
+
+def _without_outliers(values: list[float]) -> Span:
+    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of
+    their middle half around it.
+    """
+    values.sort()
+    first, third = values[len(values) // 4], values[3 * len(values) // 4]
+    reach = OUTLIER_RANGES * (third - first)
+    return values[bisect_left(values, first - reach)], values[
+        bisect_right(values, third + reach) - 1
+    ]
+
+
+def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
+    """Return how many columns have a value outside the scale."""
+    drawn = [span for line in lines for span in line if span is not None]
+    return sum(
+        low < scale.low or high > scale.high for low, high in drawn if high > 0 or not scale.log
+    )
+
+
+def fit_scale(
+    lines: Iterable[Sequence[Span | None]],
+    *,
+    log: bool = False,
+    zero: bool = False,
+    ceiling: float | None = None,
+    robust: bool = False,
+) -> Scale:
+    """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling``
+    that value; without values: 0 to 1.
+
+    ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
+    """
+    values = [value for line in lines for span in line if span is not None for value in span]
+    if log and max(values, default=1.0) > 0:
+        return _log_scale([value for value in values if value > 0], robust=robust)
+    return _linear_scale(values, zero=zero, ceiling=ceiling, robust=robust)
+
+
+def _log_scale(positive: list[float], *, robust: bool) -> Scale:
+    """Return a logarithmic scale of positive values; without any: 1."""
+    low, high = min(positive, default=1.0), max(positive, default=1.0)
+    if robust and positive:
+        powers = _without_outliers([math.log10(min(LARGEST, value)) for value in positive])
+        low, high = (10**power for power in powers)
+    low, high = (min(LARGEST, max(SMALLEST, value)) for value in (low, high))
+    if math.log10(low) == math.log10(high):  # as of values that differ in their last digit only
+        return Scale(high / 2, high * 2, log=True)
+    return Scale(low, high, log=True)
+
+
+def _linear_scale(values: list[float], *, zero: bool, ceiling: float | None, robust: bool) -> Scale:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if robust and values:
+        low, high = _without_outliers(values)
+    low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
+    if zero:
+        low = min(0.0, low)
+    if ceiling is not None:
+        high = max(ceiling, high)
+    if high - low < SMALLEST:
+        pad = abs(high) * 0.1 if abs(high) > SMALLEST else 1.0
+        return Scale(low if zero else low - pad, high + pad)
+    pad = (high - low) * 0.05
+    return Scale(low if zero and low == 0 else low - pad, high if ceiling == high else high + pad)
+
+
+def _ticks(scale: Scale, most: int) -> list[float]:
+    """Return at most ``most`` round values on the scale, ascending."""
+    if most < 1:
+        return []
+    if scale.log:
+        first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+        for steps in ((1, 2, 5), (1,)):
+            marks = [digit * 10.0**power for power in range(first, last + 1) for digit in steps]
+            marks = [mark for mark in marks if scale.low <= mark <= scale.high]
+            if len(marks) <= most and len(marks) >= 2:
+                return marks
+        if len(marks) > most:
+            return marks[:: -(-len(marks) // most)]
+        return _ticks(Scale(scale.low, scale.high), most)
+    return _round_values(scale.low, scale.high, most)
+
+
+def _round_values(
+    low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)
+) -> list[float]:
+    """Return at most ``most`` multiples of a round step in ``[low, high]``."""
+    rough = (high - low) / max(1, most)
+    if rough <= 0 or not math.isfinite(rough):
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
+    for factor in (*steps, 10 * steps[0], 10 * steps[1]):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if step >= rough and last - first + 1 <= most:
+            return [index * step for index in range(first, last + 1)]
+    return []
+
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_TIME_STEPS = (
+    *(1, 2, 5, 10, 15, 30),
+    *(_MINUTE * step for step in (1, 2, 5, 10, 15, 30)),
+    *(_HOUR * step for step in (1, 2, 3, 6, 12)),
+    *(_DAY * step for step in (1, 2, 7)),
+)
+
+
+def _time_values(low: float, high: float, most: int) -> list[float]:
+    """Return at most ``most`` multiples of a customary length of time in ``[low, high]``
+    (seconds).
+    """
+    for step in _TIME_STEPS:
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if last - first + 1 <= most:
+            return [float(index * step) for index in range(first, last + 1)]
+    return [_DAY * days for days in _round_values(low / _DAY, high / _DAY, most)]
+
+
+@cache
+def _runs(glyphs: _Glyphs) -> list[list[list[int]]]:
+    """Return the mask of a run of dots within a cell, by column, first and last dot from the
+    top.
+    """
+    rows = range(glyphs.rows)
+    return [
+        [[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits
+    ]
+
+
+class _Canvas:
+    """A grid of dots, ``width`` x ``height`` cells, and the layer that last drew in each cell."""
+
+    def __init__(self, width: int, height: int, glyphs: _Glyphs) -> None:
+        self.width, self.height, self.glyphs = width, height, glyphs
+        self.masks = [[0] * width for _ in range(height)]
+        self.layers = [[-1] * width for _ in range(height)]
+        self.columns = width * glyphs.columns
+        self.dots = height * glyphs.rows
+        self._runs = _runs(glyphs)
+        self._beside: frozenset[int] = frozenset()
+        """Layers whose dots stay where the present one is drawn."""
+        self._signs: dict[int, dict[int, str]] = {}
+        """Characters in place of dots, by row and cell."""
+
+    def column(self, column: int, low: int, high: int, layer: int) -> None:
+        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the
+        whole cell, or stands beside others.
+        """
+        cell, sub = divmod(column, self.glyphs.columns)
+        table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
+        first_row, first_dot = divmod(last - high, rows)
+        last_row, last_dot = divmod(last - low, rows)
+        for row in range(first_row, last_row + 1):
+            first = first_dot if row == first_row else 0
+            mask = table[first][last_dot if row == last_row else rows - 1]
+            layers, masks = self.layers[row], self.masks[row]
+            if layers[cell] == layer:
+                masks[cell] |= mask
+            elif layers[cell] in self._beside:
+                masks[cell] |= mask
+                if cell % 2:  # a cell has one colour: each has its turn
+                    layers[cell] = layer
+            else:
+                masks[cell] = mask
+                layers[cell] = layer
+
+    def draw(
+        self,
+        found: Sequence[Span | None],
+        gaps: Sequence[int],
+        scale: Scale,
+        layer: int,
+        *,
+        connect: bool = True,
+        beside: frozenset[int] = frozenset(),
+    ) -> None:
+        """Draw one line: each column's span, joined to the one before it unless a gap lies between
+        them.
+
+        Without ``connect`` it is a band: columns between two spans are filled, but spans are not
+        stretched to touch. Layers ``beside`` stay visible where this one is drawn: their dots
+        remain, and every other shared cell keeps their colour.
+        """
+        self._beside = beside
+        broken = set(gaps)
+        before: tuple[int, int, int] | None = None
+        for column, heights in enumerate(scale.heights(found, self.dots)):
+            if column in broken:
+                before = None
+            if heights is None:
+                continue
+            low, high = heights
+            if before is not None:
+                if connect:
+                    low, high = self._join(before, column, low, high, layer)
+                else:
+                    self._fill(before, column, low, high, layer)
+            self.column(column, low, high, layer)
+            before = None if column in broken else (column, low, high)
+
+    def _join(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> tuple[int, int]:
+        """Fill what lies between two spans; returns the later span, stretched to touch the earlier
+        one.
+        """
+        start, before_low, before_high = before
+        if column - start == 1:
+            if low > before_high + 1:
+                low = before_high + 1
+            elif high < before_low - 1:
+                high = before_low - 1
+            return low, high
+        left, right = (before_low + before_high) / 2, (low + high) / 2
+        last = left
+        for middle in range(start + 1, column):
+            at = left + (right - left) * (middle - start) / (column - start)
+            self.column(middle, round(min(last, at)), round(max(last, at)), layer)
+            last = at
+        return min(low, round(min(last, right))), max(high, round(max(last, right)))
+
+    def _fill(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> None:
+        """Fill the columns between two spans of a band."""
+        start, before_low, before_high = before
+        for middle in range(start + 1, column):
+            share = (middle - start) / (column - start)
+            bottom = round(before_low + share * (low - before_low))
+            top = round(before_high + share * (high - before_high))
+            self.column(middle, bottom, top, layer)
+
+    def sign(self, layer: int, character: str) -> None:
+        """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before
+        and after it.
+        """
+        seen = [
+            (cell, rows)
+            for cell in range(self.width)
+            if (rows := [row for row in range(self.height) if self.layers[row][cell] == layer])
+        ]
+        if seen:
+            for cell, rows in seen[layer * SIGN_SHIFT % min(SIGN_CELLS, len(seen)) :: SIGN_CELLS]:
+                self._signs.setdefault(rows[len(rows) // 2], {})[cell] = character
+
+    def row(self, row: int) -> list[tuple[str, int]]:
+        """Return the characters of one row with their layer (-1: empty), neighbours of one layer
+        joined.
+        """
+        characters = self.glyphs.characters
+        cells = [characters[mask] if mask else " " for mask in self.masks[row]]
+        for cell, sign in self._signs.get(row, {}).items():
+            cells[cell] = sign
+        text, layers = "".join(cells), self.layers[row]
+        ends = [cell for cell in range(1, self.width) if layers[cell] != layers[cell - 1]]
+        edges = pairwise((0, *ends, self.width))
+        return [(text[start:end], layers[start]) for start, end in edges]
+
+
+# Parts of charts: rows of a plot, the x axis, the gutter of y labels, and the styles of roles.
+
 
 GUTTER = 7
 """Cells left of every plot, the same everywhere, so that plots above each other share their
@@ -69,14 +418,14 @@ def plot_rows(
     axis: Axis,
     fit: Callable[[list[Spans]], Scale],
     size: tuple[int, int],
-    glyphs: Glyphs,
+    glyphs: GlyphName,
     styles: Mapping[str, Style],
 ) -> tuple[list[list[Segment]], Scale]:
     """Return the plot area as segments by row, and its scale, which ``fit`` makes of the visible
     spans.
     """
     width, height = size
-    canvas = Canvas(width, height, glyphs)
+    canvas = _Canvas(width, height, _GLYPHS[glyphs])
     measured = [spans(line, axis, canvas.columns) for line in lines]
     scale = fit([found for found, _ in measured])
     for layer, (found, gaps) in enumerate(measured):
@@ -151,9 +500,9 @@ def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, s
 
 def _round_positions(axis: Axis, most: int) -> list[float]:
     if axis.unit == "step":
-        values = round_values(axis.low, axis.high, most, (1, 2, 5, 10))
+        values = _round_values(axis.low, axis.high, most, (1, 2, 5, 10))
         return [value for value in values if value == round(value)]
-    seconds = time_values(axis.low - axis.origin, axis.high - axis.origin, most)
+    seconds = _time_values(axis.low - axis.origin, axis.high - axis.origin, most)
     return [axis.origin + second for second in seconds]
 
 
@@ -224,7 +573,7 @@ def gutter_text(
     """
     texts = [" " * GUTTER] * height
     written = Scale(scale.low / per, scale.high / per, scale.log)
-    for value in ticks(written, max(2, height // 3 + 1)):
+    for value in _ticks(written, max(2, height // 3 + 1)):
         row = scale.height(value * per, height)
         if row is not None:
             texts[height - 1 - row] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "

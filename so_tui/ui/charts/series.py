@@ -240,12 +240,15 @@ class _ExponentialMean:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a chart: a series up to a length, and the positions of its values on the axes."""
+    """A line of a chart: a series up to a length, and the positions of its values on the axes.
+
+    Series grow in place, so lines that are equal show the same values.
+    """
 
     series: Series
     length: int
-    times: array[float]
-    steps: array[float] | None
+    times: array[float] = field(compare=False)
+    steps: array[float] | None = field(compare=False)
     """None for samples, which have times only."""
     role: str
     """Component class of the chart, such as ``raw`` (dimmed), ``main``, ``second`` or ``band``."""

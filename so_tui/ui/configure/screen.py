@@ -230,13 +230,6 @@ class ConfigureScreen(ResizablePage):
             draft.recommend(wanted, named)
         self.call_after_refresh(self._show_form, draft, field)
 
-    def continue_with(self, preset: str) -> None:
-        """Show the preset that the draft was saved as, and forget the draft."""
-        if self._draft is not None:
-            self.app.drafts.pop(self._draft.base.name, None)
-        self.app.drafts.pop(preset, None)
-        self.edit(preset)
-
     async def _show_form(self, draft: Draft, field: str = "") -> None:
         self._show_title(draft)  # at once: making the fields takes a while
         slurm = preset_actions.has_slurm()
@@ -460,7 +453,9 @@ class ConfigureScreen(ResizablePage):
             if path is not None:
                 app.notify(f"Saved as {name} in {path}", markup=False)
                 app.reload_presets()
-                self.continue_with(name)
+                for saved in (base, name):  # their edits are in the file now
+                    app.drafts.pop(saved, None)
+                self.edit(name)
 
         def named(name: str | None) -> None:
             if not name:

@@ -18,11 +18,7 @@ from so_tui.ui.chart_metrics import (
     ROOMY,
     ChartLayout,
     Wanted,
-    marked_lines,
-    page_of,
     sampled_lines,
-    wanted_by,
-    without_gpus,
 )
 from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
@@ -114,7 +110,7 @@ class ChartPanel(Container, CachedLinesMixin):
         """Keys of metrics that are shown instead of those that the user chose."""
         self.room = self.app.size.width
         """Columns of the terminal that the charts have, with what surrounds them."""
-        self.page = page_of(layout, 0, self.room)
+        self.page = layout.page(0, self.room)
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -142,7 +138,7 @@ class ChartPanel(Container, CachedLinesMixin):
     @property
     def wanted_layout(self) -> ChartLayout:
         """What the user wants, for a run such as this one."""
-        return self.chart_layout if self.on_gpus else without_gpus(self.chart_layout)
+        return self.chart_layout if self.on_gpus else self.chart_layout.without_gpus()
 
     @property
     def focused(self) -> Chart | None:
@@ -161,7 +157,7 @@ class ChartPanel(Container, CachedLinesMixin):
     @property
     def wanted(self) -> Wanted:
         """What the charts of this page need to know of the steps."""
-        return wanted_by(self.page, self.chart_layout.ema)
+        return self.page.wanted(self.chart_layout.ema)
 
     @property
     def columns(self) -> int:
@@ -185,7 +181,7 @@ class ChartPanel(Container, CachedLinesMixin):
         shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
-        page = page_of(shown, number, self.room)
+        page = shown.page(number, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
@@ -247,7 +243,7 @@ class ChartPanel(Container, CachedLinesMixin):
             pairs,
             shown.axis,
             marks=marks,
-            marked=marked_lines(metric, snapshot.hosts.sampled),
+            marked=snapshot.hosts.sampled.get(metric.marked, ()),
             cursor=shown.view.cursor,
             notes=[shown.view.range_note, *own] if metric.leads else own,
             alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",

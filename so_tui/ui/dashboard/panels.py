@@ -30,7 +30,7 @@ from so_tui.ui.charts.drawing import RoleStyles, role_css
 from so_tui.ui.lines import Pieces, StyledLines
 from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
@@ -334,9 +334,7 @@ class LogPanel(KeptVertical):
     """
 
     KEYS = (
-        command_key(
-            "slash", "find", "Search", "n and N go to the next and previous match", display="/"
-        ),
+        command_key("slash", "find", "Search", "n and N go to the next and previous match"),
         command_key("f", "follow", "Follow log", "Back to the newest line", show=False),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
@@ -523,19 +521,3 @@ def _line(place: RankPlacement, name: str) -> Content:
 
 def _listed(numbers: set[int] | Cpus) -> str:
     return shorten(cpu_ranges(numbers), LONGEST_LIST) or "none"
-
-
-# The dashboard's view of one step: how its time divides into data, forward, backward, exposed
-# optimizer and the rest.
-
-
-class StepPanel(StyledLines):
-    """Means over the newest steps, as a bar with its legend; before the first step, the timeline of
-    the start.
-    """
-
-    def show(self, snapshot: Snapshot, now: float, width: int) -> None:
-        """Show the newest steps of ``snapshot``, or the way to the first one, in lines of ``width``
-        cells.
-        """
-        self.update(run_status.anatomy_lines(snapshot, now, width, plain=shows_ascii(self.app)))

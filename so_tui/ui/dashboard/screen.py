@@ -30,7 +30,7 @@ from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
-from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails, StepPanel
+from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails
 from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
@@ -42,10 +42,12 @@ from so_tui.ui.dashboard.view import (
     rows_for,
     side_columns,
 )
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.page import ResizablePage, Size
+from so_tui.ui.run_status import anatomy_lines
 from so_tui.ui.snapshot import Position, Snapshot
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, shows_ascii
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
 
@@ -85,7 +87,7 @@ class DashboardScreen(ResizablePage):
         *(f"{panel}.tcss" for panel in ("header", "charts", "step", "../numa_nodes", "log")),
     ]
     AUTO_FOCUS = "ChartPanel Chart"
-    ALLOW_IN_MAXIMIZED_VIEW = "TopLine, RunHeader, #search, KeyLine"
+    ALLOW_IN_MAXIMIZED_VIEW = "_TopLine, RunHeader, #search, KeyLine"
     HELP_TEXT = (
         "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last "
         "steps is bright, evaluations have a colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ "
@@ -129,7 +131,6 @@ class DashboardScreen(ResizablePage):
             "Settings",
             "What differs from the preset's defaults",
             id="differences",
-            display="=",
             show=False,
         ),
         command_key(
@@ -153,7 +154,7 @@ class DashboardScreen(ResizablePage):
     side = getters.query_one("#side", KeptVertical)
     divider = getters.query_one(Divider)
     header = getters.query_one(RunHeader)
-    step = getters.query_one(StepPanel)
+    anatomy = getters.query_one("#anatomy", StyledLines)
     numa = getters.query_one(NumaPanel)
     placement = getters.query_one(PlacementPanel)
     details = getters.query_one(StepDetails)
@@ -188,7 +189,7 @@ class DashboardScreen(ResizablePage):
             with KeptVertical(id="main"):
                 yield ChartPanel(load_layout())
                 yield RunLegend()
-                yield StepPanel()
+                yield StyledLines(id="anatomy")
                 yield NumaPanel(PlacementPanel())
             yield Divider()
             with KeptVertical(id="side"):
@@ -306,7 +307,8 @@ class DashboardScreen(ResizablePage):
         self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
         now = time.time()
         self.header.show(snapshot, now, whole_width)
-        self.step.show(snapshot, now, width)
+        plain = shows_ascii(self.app)
+        self.anatomy.update(anatomy_lines(snapshot, now, width, plain=plain))
         self.log_panel.show(snapshot)
         self.legend.room = width
         self.show_charts(snapshot)
@@ -341,7 +343,7 @@ class DashboardScreen(ResizablePage):
         crowded = height < 12 + 3 * nodes
         framed_line = 1 + (BOTTOM if framed(self) else 0)
         fixed = framed_line * ((not crowded) + log_below) + sum(
-            panel.shown_rows for panel in (self.header, self.step, self.placement, self.legend)
+            panel.shown_rows for panel in (self.header, self.anatomy, self.placement, self.legend)
         )
         sizes = self.app.settings.panels
         gpus, grid = self.numa.gpus.shown_rows, self.charts.page.rows

@@ -26,7 +26,6 @@ from so_tui.ui.chart_metrics import (
     HARDWARE,
     PAGE_KEYS,
     hardware_keys,
-    marked_lines,
     sampled_lines,
     samples_of,
 )
@@ -185,8 +184,9 @@ class HostPanel(Vertical):
             await self.row.mount_all(Chart(BY_KEY[key]) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
-            named = sampled_lines(BY_KEY[key], host.hosts.sampled, coloured=not self.app.no_color)
-            marked = marked_lines(BY_KEY[key], host.hosts.sampled)
+            metric, sampled = BY_KEY[key], host.hosts.sampled
+            named = sampled_lines(metric, sampled, coloured=not self.app.no_color)
+            marked = sampled.get(metric.marked, ())
             charts[key].show(named, host.axis, marked=marked)
 
 

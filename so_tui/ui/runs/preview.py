@@ -21,7 +21,7 @@ from so_tui.ui.charts.chart import Chart, Look, Metric, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
 from so_tui.ui.lines import Pieces
-from so_tui.ui.run_rows import Curves, RunRow, means_note
+from so_tui.ui.run_rows import Curves, LossCurve, RunRow
 from so_tui.ui.run_status import state_piece
 from so_tui.ui.text import (
     Content,
@@ -179,6 +179,14 @@ def drawn_looks(
     return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
 
 
+def _means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
+    """Return what the values of overlaid curves are, for the heading of their chart."""
+    spans = sorted({curve.span for curve in curves})
+    if len(spans) < 2:
+        return tuple(map(mean_name, spans))
+    return (f"means of {spans[0]} to {spans[-1]} steps",)
+
+
 LOSS = Metric("overlay", "loss", "of runs over each other")
 
 
@@ -248,7 +256,7 @@ class RunPreview(Vertical):
         self.overlay.show(
             list(zip(lines, names, strict=True)),
             axis,
-            notes=means_note(shown) if marked else (),
+            notes=_means_note(shown) if marked else (),
             progress=reading_text(max((curve.unread_share for curve in shown), default=0.0)),
         )
         results = own.results if own is not None and self._columns else None

@@ -18,7 +18,7 @@ from so_tui.ui.charts.chart import Look
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
-from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered, searched_text
+from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, command_key
 
@@ -80,14 +80,12 @@ class RunsScreen(FiltersTable, ResizablePage):
             "differences",
             "Compare",
             "Settings that differ, and results, of all marked runs; of one run, its settings",
-            display="=",
         ),
         command_key(
             "slash",
             "find",
             "Filter",
             "Show only runs whose name, model or state contains a text",
-            display="/",
         ),
         command_key("T", "to_run('note')", "Note", "Write a note and tags on the run", id="note"),
         command_key(
@@ -214,7 +212,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         """Redraw the table and keep the cursor on its run."""
         wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
-        rows = [row for row in ordered(runs, self._curves, order) if wanted in searched_text(row)]
+        rows = [row for row in ordered(runs, self._curves, order) if wanted in row.searched]
         listed = {row.run for row in runs}
         self._marked = [run for run in self._marked if run in listed]
         self.query_one("#empty").display = not runs

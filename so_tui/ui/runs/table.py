@@ -94,17 +94,12 @@ def _cells_of(
         MARK: Text(mark.sign or "▸", style=colours[mark.role]) if mark else Text(" ", style=accent),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
-        "model": Text(shorten(_model_of(row), 24), style=faint),
+        "model": Text(shorten(row.model, 24), style=faint),
         CURVE: Text(curve.spark if curve is not None else "", style=accent),
         **{column: Text(number, justify="right") for column, number in numbers.items()},
         "age": Text(since, style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
     }
-
-
-def _model_of(row: RunRow) -> str:
-    """Return the model's label; ``?`` for a run whose settings cannot be read."""
-    return row.spec.label if row.spec is not None else "?"
 
 
 def _heading(column: str, sorted_column: str) -> str:
@@ -178,20 +173,12 @@ def _text_of(row: RunRow, key: str) -> str:
     """
     texts = {
         "name": row.run.name,
-        "model": _model_of(row),
+        "model": row.model,
         "state": row.shown_state,
         "host": row.state.host,
         "tag": " ".join(row.notes.tags),
     }
     return texts.get(key, "")
-
-
-def searched_text(row: RunRow) -> str:
-    """Return the text in which the list's filter searches."""
-    return (
-        f"{row.run.name} {_model_of(row)} {row.state.state} {' '.join(row.notes.tags)} "
-        f"{row.notes.note}".lower()
-    )
 
 
 # The table of Runs: a row a run, with the columns that have room.
