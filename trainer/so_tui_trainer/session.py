@@ -436,28 +436,28 @@ class Session:
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
         planned = self.plan.optional
-        for found, wanted, code, use, effect in (
-            (
-                settings.speculation_bytes,
-                planned.second_states_bytes,
-                "second-states-reduced",
-                "clipping: second states",
-                "Results stay the same, but more of Adam waits for the gradient norm. Free the "
-                "memory and resume, or go on as it is.",
-            ),
-            (
-                settings.copies_bytes,
-                planned.copies_bytes,
-                "copies-reduced",
-                "checkpoints: copies of states",
-                "Checkpoints stay the same, but training waits for more of each. Free the memory "
-                "and resume, or go on as it is.",
-            ),
-        ):
-            if found < wanted:
-                message = f"{use} get {memory_size(found)} of the planned {memory_size(wanted)}"
-                because = "because this host has no more memory available"
-                self.recorder.warn(code, f"{message}, {because}", effect)
+        self._warn_if_less(
+            settings.speculation_bytes,
+            planned.second_states_bytes,
+            "second-states-reduced",
+            "clipping: second states",
+            "Results stay the same, but more of Adam waits for the gradient norm. Free the memory "
+            "and resume, or go on as it is.",
+        )
+        self._warn_if_less(
+            settings.copies_bytes,
+            planned.copies_bytes,
+            "copies-reduced",
+            "checkpoints: copies of states",
+            "Checkpoints stay the same, but training waits for more of each. Free the memory and "
+            "resume, or go on as it is.",
+        )
+
+    def _warn_if_less(self, found: int, wanted: int, code: str, use: str, effect: str) -> None:
+        if found < wanted:
+            message = f"{use} get {memory_size(found)} of the planned {memory_size(wanted)}"
+            because = "because this host has no more memory available"
+            self.recorder.warn(code, f"{message}, {because}", effect)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))
