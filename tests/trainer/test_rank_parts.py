@@ -22,6 +22,7 @@ import torch
 from msgspec.structs import replace
 
 from so_tui.machine import inspect_machine
+from so_tui.plan.plan import NOTHING_KNOWN
 from so_tui.plan.planner import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, new_attempt
 from so_tui.runs.records import (
@@ -39,7 +40,7 @@ from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.failures import Explanation, Failure, NonFiniteError
+from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
@@ -168,7 +169,7 @@ MORE_CORES = r"offload\.cpu_adam_cores_fraction"
 )
 def test_failures_have_codes_and_suggestions(error: Exception, code: str, said: str) -> None:
     spec = tiny(train__micro_batch="4", offload__mode="superoffload")
-    found = failures.explain(error, spec, 0, 7)
+    found = failures.explain(error, spec, 0, 7, NOTHING_KNOWN)
     assert found.code == code
     assert re.search(said, f"{found.reason} {found.suggestion}")
 
@@ -176,10 +177,12 @@ def test_failures_have_codes_and_suggestions(error: Exception, code: str, said: 
 def test_failures_of_host_memory_and_of_input_are_explained() -> None:
     with pytest.raises(RuntimeError) as too_large:
         torch.empty(2**50, dtype=torch.uint8)
-    assert failures.explain(too_large.value, tiny(), 0, 7).code == "host-out-of-memory"
+    assert (
+        failures.explain(too_large.value, tiny(), 0, 7, NOTHING_KNOWN).code == "host-out-of-memory"
+    )
     with pytest.raises(InputError) as wrong:
         tiny(train__steps="-1")
-    failure = failures.explain(wrong.value, tiny(), 0, 7)
+    failure = failures.explain(wrong.value, tiny(), 0, 7, NOTHING_KNOWN)
     assert "train.steps = -1" in failure.reason
     assert failure.suggestion == wrong.value.problems[0].remedy
 
@@ -352,7 +355,7 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
         (True, bool),
         (Path("/a"), Path),
         (None, Path | None),
-        (Explanation("code", "reason", "suggestion"), Explanation | None),
+        (("code", "reason", "suggestion"), tuple[str, str, str] | None),
     ],
 )
 def test_values_arrive_as_they_were(value: object, kind: object, single_rank: Ranks) -> None:
