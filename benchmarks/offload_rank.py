@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -96,7 +97,6 @@ def measure(arguments: argparse.Namespace) -> None:
 
     import superoffload
     from so_tui_trainer.engine_settings import engine_settings
-    from so_tui_trainer.session import freeze_garbage
     from superoffload.deepspeed_adapter.engine import super_offload
 
     cuda = arguments.shape != "tiny"
@@ -121,7 +121,8 @@ def measure(arguments: argparse.Namespace) -> None:
         optimizer.lazy_weights = configuration.lazy
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
-    freeze_garbage()  # as the trainer does
+    gc.collect()
+    gc.freeze()  # as the trainer does
     counters = StepCounters(
         superoffload.worker_pid(engine), torch.cuda.memory_stats if cuda else None
     )

@@ -91,15 +91,6 @@ _SHAPES = {
         message="reason",
         remedy="suggestion",
     ),
-    "Explanation": _shape(
-        "Outcome",
-        "code",
-        "reason",
-        "suggestion",
-        code="code",
-        message="reason",
-        remedy="suggestion",
-    ),
     "WarningRecord": _shape("Warning", code="code", message="message", remedy="suggestion"),
     # ``Recorder.warn`` and the callbacks of that signature, which reach the record through a second
     # function.

@@ -43,7 +43,10 @@ def spec(keep: int = 2) -> RunSpec:
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
     manifest = support.manifest(step, run)
-    return Path(checkpoint.Saving(made, manifest, folder, ranks, attempt=1).wait().path)
+    saving = checkpoint.Saving(
+        made, manifest, folder, ranks, 1, background=False, due_step=None, check=lambda: None
+    )
+    return Path(saving.wait().path)
 
 
 def names(folder: Path) -> list[str]:
@@ -183,7 +186,7 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(
     now = [1000.0]
     monkeypatch.setattr("so_tui_trainer.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     run = RunDirectory(tmp_path)
-    watched = Control(run, one_rank, every_s=20.0)
+    watched = Control(run, one_rank, attempt=1, every_s=20.0)
     assert polled(watched, 2) == [NOTHING, NOTHING]
     now[0] += 20
     assert polled(watched, 3) == [NOTHING, {"checkpoint"}, NOTHING]
@@ -201,7 +204,7 @@ def test_a_file_system_that_is_away_costs_no_training(
     failing: str, tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path)
-    watched = Control(run, one_rank)
+    watched = Control(run, one_rank, attempt=1, every_s=0.0)
     state.request(run, "checkpoint")
 
     def away(path: Any, *_: Any, **options: Any) -> None:
@@ -221,7 +224,7 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(
     run = RunDirectory(tmp_path)
     run.control_dir.mkdir()
     monkeypatch.setattr("so_tui_trainer.loop._NEWER_CHECK_S", 0.0)
-    watched = Control(run, one_rank, attempt=1)
+    watched = Control(run, one_rank, attempt=1, every_s=0.0)
     for attempt in (0, 1):
         write_state(run, RunState(name="r", state="training", attempt=attempt))
         assert watched.poll() == NOTHING
@@ -243,7 +246,14 @@ def test_a_superseded_attempt_makes_no_checkpoint_valid(tmp_path: Path, one_rank
         def saving() -> checkpoint.Saving:
             check = partial(_refuse_if_superseded, directory, 1)
             return checkpoint.Saving(
-                made, support.manifest(1, run), folder, one_rank, 1, background=True, check=check
+                made,
+                support.manifest(1, run),
+                folder,
+                one_rank,
+                1,
+                background=True,
+                due_step=None,
+                check=check,
             )
 
         assert saving().wait().step == 1

@@ -10,7 +10,7 @@ from msgspec import convert
 from so_tui.runs.records import EvaluationRecord
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Counts, SourcePart
-from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
+from so_tui_trainer.evaluation import divide, evaluate, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import TrainedModel
@@ -95,9 +95,9 @@ def test_measured_loss_is_mean_over_tokens(packing: str, ranks: int, single_rank
     tokens = int(docs.trained_lengths[members].sum())
     found = []
     for rank in range(ranks):
-        share = Evaluation(Batches(docs, shape, rank, members=members))
+        share = Batches(docs, shape, rank, members=members)
         apart = Apart(single_rank.rank, ranks, single_rank.device, single_rank.group)
-        found.append(share.measure(model, apart, attempt=1, step=7))
+        found.append(evaluate(share, model, apart, attempt=1, step=7))
     assert {record.tokens for record in found} == {tokens}
     assert sum(record.loss for record in found) == pytest.approx(total / tokens, rel=1e-5)
     assert model.training
@@ -106,11 +106,11 @@ def test_measured_loss_is_mean_over_tokens(packing: str, ranks: int, single_rank
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
-    share = Evaluation(Batches(documents(), spec(), 0, members=np.arange(5)))
+    share = Batches(documents(), spec(), 0, members=np.arange(5))
     spoilt = torch.nn.Module()
     spoilt.forward = lambda *_: torch.tensor(float("nan"))
     with coded(NonFiniteError, "not-finite"):
-        share.measure(spoilt, single_rank, attempt=1, step=3)
+        evaluate(share, spoilt, single_rank, attempt=1, step=3)
 
 
 def test_records_of_older_versions_are_still_read() -> None:

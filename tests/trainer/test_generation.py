@@ -345,12 +345,12 @@ def test_the_seed_of_training_decides_answers(asked: Callable[[RunSpec], Asked])
 
 
 def test_documents_of_one_row_are_told_apart() -> None:
-    batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
+    batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True, apart=False)
     assert batch.input_ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0]
     assert batch.position_ids[0, :7].tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert batch.boundaries.tolist() == [0, 3, 5, 64]
     assert batch.predictors.tolist() == [2, 4]
-    rows = _batch_of([[1, 2, 3], [4, 5]], end_to_end=False)
+    rows = _batch_of([[1, 2, 3], [4, 5]], end_to_end=False, apart=False)
     assert (rows.input_ids.shape, int(rows.real.sum())) == ((2, 64), 5)
     assert rows.boundaries.tolist() == [0, 3, 64, 66, 128]
     assert rows.predictors.tolist() == [2, 65]

@@ -49,11 +49,13 @@ from so_tui_trainer.checkpoint_folder import (
     set_aside,
 )
 from so_tui_trainer.engine_settings import states_format
-from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
+from so_tui_trainer.failures import SUPERSEDED, TrainingError, engine_failure
 from so_tui_trainer.ranks import Ranks
 from superoffload.checkpoint import Rounded, sync
 
 Result = TypeVar("Result")
+_Problem = tuple[str, str, str]
+"""Code, reason and suggestion of an error, as the ranks exchange it."""
 _NOT_WRITTEN = "the checkpoint could not be written"
 _LARGEST_RANDOM_BYTES = 1 << 20
 _STATE_BYTES = 12
@@ -118,9 +120,9 @@ class Saving:
         ranks: Ranks,
         attempt: int,
         *,
-        background: bool = False,
-        due_step: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        background: bool,
+        due_step: int | None,
+        check: Callable[[], None],
     ) -> None:
         self._check = check
         self._began, self.step = time.monotonic(), manifest.step
@@ -267,6 +269,7 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
         cleanup: A folder that rank 0 removes after an error.
     """
     error: Exception | None = None
+    problem: _Problem | None = None
     try:
         yield
     except (
@@ -277,12 +280,13 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
         TrainingError,
         superoffload.OffloadError,
     ) as caught:
-        error = caught
-    problems = list(filter(None, ranks.all_gather(_explanation(error), Explanation | None)))
+        error, found = caught, _explained(caught)
+        problem = found.code, found.reason, found.suggestion
+    problems = list(filter(None, ranks.all_gather(problem, _Problem | None)))
     if not problems:
         return
     code, reason, suggestion = next(
-        (problem for problem in problems if problem.code == SUPERSEDED), problems[0]
+        (problem for problem in problems if problem[0] == SUPERSEDED), problems[0]
     )
     # If superseded, a newer attempt may be writing a folder of that name.
     if cleanup is not None and ranks.first and code != SUPERSEDED:
@@ -290,20 +294,18 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
     raise TrainingError(code, f"{what}: {reason}", suggestion) from error
 
 
-def _explanation(error: Exception | None) -> Explanation | None:
-    if error is None:
-        return None
+def _explained(error: Exception) -> TrainingError:
     if isinstance(error, TrainingError):
-        return Explanation(error.code, error.reason, error.suggestion)
+        return error
     if isinstance(error, OSError) and error.errno in FULL:
-        return Explanation(
+        return TrainingError(
             "disk-full",
             str(error),
             "Free some space there, then resume. Earlier checkpoints are unchanged.",
         )
     if isinstance(error, superoffload.OffloadError):
-        return engine_explanation(error)
-    return Explanation(
+        return engine_failure(error)
+    return TrainingError(
         "checkpoint-failed",
         str(error),
         "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged.",

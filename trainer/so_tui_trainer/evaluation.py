@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -105,65 +104,59 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
     return spec.changed("data", source=sources, split=split)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Documents that are packed and shared among the ranks for evaluation."""
+def evaluate(
+    batches: Batches, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
+) -> EvaluationRecord:
+    """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must
+    call it, between two steps.
 
-    batches: Batches
-    """This rank's micro-batches of the documents to evaluate."""
+    Training is not affected: no gradients are computed and no random numbers drawn.
 
-    def measure(
-        self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
-    ) -> EvaluationRecord:
-        """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must
-        call it, between two steps.
+    Args:
+        batches: The documents to evaluate, for this rank.
+        model: The model.
+        ranks: The process group.
+        attempt: The attempt, for the record.
+        step: The last completed step, for the record.
 
-        Training is not affected: no gradients are computed and no random numbers drawn.
+    Raises:
+        NonFiniteError: The loss is not finite; raised on all ranks.
+    """
+    began, tokens = time.monotonic(), batches.trained_tokens
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    training = model.training
+    model.eval()
+    try:
+        prefetched = Prefetcher(_micro_batches(batches, ranks.size), ranks.device)
+        with torch.no_grad(), closing(prefetched):
+            for batch in prefetched:
+                total += model(batch, 1.0)
+    finally:
+        model.train(training)
+    loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / tokens
+    if not math.isfinite(loss):
+        raise NonFiniteError(step, "evaluation loss")
+    return EvaluationRecord(
+        attempt=attempt,
+        time=time.time(),
+        step=step,
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        tokens=tokens,
+        seconds=time.monotonic() - began,
+    )
 
-        Args:
-            model: The model.
-            ranks: The process group.
-            attempt: The attempt, for the record.
-            step: The last completed step, for the record.
 
-        Raises:
-            NonFiniteError: The loss is not finite; raised on all ranks.
-        """
-        began, tokens = time.monotonic(), self.batches.trained_tokens
-        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-        training = model.training
-        model.eval()
-        try:
-            batches = Prefetcher(self._batches(ranks.size), ranks.device)
-            with torch.no_grad(), closing(batches):
-                for batch in batches:
-                    total += model(batch, 1.0)
-        finally:
-            model.train(training)
-        loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / tokens
-        if not math.isfinite(loss):
-            raise NonFiniteError(step, "evaluation loss")
-        return EvaluationRecord(
-            attempt=attempt,
-            time=time.time(),
-            step=step,
-            loss=loss,
-            perplexity=math.exp(min(loss, 700.0)),
-            tokens=tokens,
-            seconds=time.monotonic() - began,
-        )
+def _micro_batches(batches: Batches, ranks: int) -> Iterator[Batch]:
+    """Yield this rank's micro-batches.
 
-    def _batches(self, ranks: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches.
-
-        Every rank yields the same number, since all take part in the all-gathers of the weights;
-        some batches have no trained tokens.
-        """
-        batches = self.batches
-        size = batches.spec.train.micro_batch
-        parts = batches.spec.train.sequence_parallel
-        order = np.arange(len(batches.sequences))
-        for first in range(0, len(order), size * (ranks // parts)):
-            begin = first + batches.replica * size
-            mine = order[begin : begin + size]
-            yield batches.batch(mine) if len(mine) else batches.batch(order[:1]).untrained()
+    Every rank yields the same number, since all take part in the all-gathers of the weights;
+    some batches have no trained tokens.
+    """
+    size = batches.spec.train.micro_batch
+    parts = batches.spec.train.sequence_parallel
+    order = np.arange(len(batches.sequences))
+    for first in range(0, len(order), size * (ranks // parts)):
+        begin = first + batches.replica * size
+        mine = order[begin : begin + size]
+        yield batches.batch(mine) if len(mine) else batches.batch(order[:1]).untrained()

@@ -185,7 +185,6 @@ def weights(
         InputError: The checkpoint does not fit the model (``checkpoint-differs``).
     """
     found, stage = {}, stage or Stage()
-    stage.read(shapes)
     for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
         if name not in shapes or shapes[name].numel() != len(master):

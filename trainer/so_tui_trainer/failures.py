@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory
+from so_tui.plan.plan import GivenMemory
 from so_tui.plan.remedies import memory_advice
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import write_run_file
@@ -45,14 +44,6 @@ class Failure(Struct, frozen=True, kw_only=True):
     step: int = 0
 
 
-class Explanation(NamedTuple):
-    """An exception as a code and in words."""
-
-    code: str
-    reason: str
-    suggestion: str
-
-
 class TrainingError(SoTuiError):
     """An error with a code, a reason and a suggestion."""
 
@@ -76,7 +67,7 @@ class NonFiniteError(TrainingError):
 
 
 def explain(
-    error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory = NOTHING_KNOWN
+    error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory
 ) -> Failure:
     """Explain an exception of a rank.
 
@@ -88,7 +79,10 @@ def explain(
         step: The last completed step.
         given: What the plan had to give, for suggestions.
     """
-    return Failure(rank=rank, step=step, **_explanation(error, spec, given)._asdict())
+    found = _explained(error, spec, given)
+    return Failure(
+        rank=rank, step=step, code=found.code, reason=found.reason, suggestion=found.suggestion
+    )
 
 
 def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
@@ -113,35 +107,35 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     return min(found)[2] if found else None
 
 
-def _explanation(error: BaseException, spec: RunSpec, given: GivenMemory) -> Explanation:
-    """Return the code, the reason and the suggestion for an exception."""
+def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> TrainingError:
+    """Return the error with the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
-            return Explanation(error.code, error.reason, error.suggestion)
+            return error
         case InputError():
             reasons = "; ".join(
                 f"{problem.field} = {problem.value}: {problem.message}"
                 for problem in error.problems
             )
-            return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
+            return TrainingError(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
-            return engine_explanation(error, memory_advice(spec, "node", given).message)
+            return engine_failure(error, memory_advice(spec, "node", given).message)
         case OffloadError():
-            return engine_explanation(error)
+            return engine_failure(error)
         case SoTuiError():  # The message includes what to do.
-            return Explanation("error", str(error), "")
+            return TrainingError("error", str(error))
         case MemoryError() | OSError(errno=errno.ENOMEM):
             return _host_out_of_memory(spec, given)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            return Explanation(
+            return TrainingError(
                 "disk-full",
                 f"the disk is full{where}",
                 "Free some space there, then resume the run. A new run can set `checkpoint.folder` "
                 "to a larger disk.",
             )
         case _ if type(error).__name__ == "OutOfMemoryError":
-            return Explanation(
+            return TrainingError(
                 "gpu-out-of-memory",
                 f"the GPU ran out of memory: {first_line(error)}",
                 memory_advice(spec, "gpu", given).message,
@@ -150,19 +144,19 @@ def _explanation(error: BaseException, spec: RunSpec, given: GivenMemory) -> Exp
         case RuntimeError() if any(part in str(error) for part in _ALLOCATION_FAILED):
             return _host_out_of_memory(spec, given)
         case RuntimeError() if any(part in str(error) for part in _CONNECTION_LOST):
-            return Explanation(
+            return TrainingError(
                 "rank-lost",
                 "another rank was lost",
                 "See the end of the log. If the host ran out of memory, the kernel killed its "
                 "largest process.",
             )
-    return Explanation(
+    return TrainingError(
         "unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details."
     )
 
 
-def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY) -> Explanation:
-    """Explain an error of the engine.
+def engine_failure(error: OffloadError, less_memory: str = LESS_HOST_MEMORY) -> TrainingError:
+    """Return the training error for an error of the engine.
 
     Args:
         error: The error.
@@ -170,24 +164,24 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
     """
     match error:
         case NonFiniteGradientError():
-            return Explanation("not-finite", str(error), _LOWER_RATE)
+            return TrainingError("not-finite", str(error), _LOWER_RATE)
         case WorkerLostError(code="worker-stuck"):
             advice = (
                 "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui "
                 "doctor`."
             )
-            return Explanation("adam-timeout", str(error), advice)
+            return TrainingError("adam-timeout", str(error), advice)
         case WorkerLostError():
-            return Explanation(
+            return TrainingError(
                 "adam-worker-lost",
                 str(error),
                 f"If the kernel killed it for lack of memory (see `dmesg`): {less_memory}",
             )
-    return Explanation(error.code, str(error), "")  # The message includes what to do.
+    return TrainingError(error.code, str(error))  # The message includes what to do.
 
 
-def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> Explanation:
-    return Explanation(
+def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> TrainingError:
+    return TrainingError(
         "host-out-of-memory",
         "this host ran out of memory",
         memory_advice(spec, "node", given).message,

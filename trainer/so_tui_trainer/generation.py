@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -231,8 +231,8 @@ class _Answer:
     ids: list[int]
     """Tokens of the prompt, then of the answer."""
     prompt_length: int
+    source: torch.Generator
     done: bool = False
-    source: torch.Generator = field(default_factory=torch.Generator)
 
 
 class Prompts:
@@ -288,7 +288,7 @@ class Prompts:
         """
         began = time.monotonic()
         answers = [
-            _Answer(list(ids), len(ids), source=torch.Generator().manual_seed(self._sampling.seed))
+            _Answer(list(ids), len(ids), torch.Generator().manual_seed(self._sampling.seed))
             for ids in self._ids
         ]
         training = model.training
@@ -355,9 +355,7 @@ class Prompts:
                 answer.done = token in self._stop
 
 
-def _batch_of(
-    documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False
-) -> Batch:
+def _batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool) -> Batch:
     """Return documents as a micro-batch that predicts the token after each of them.
 
     Args:

@@ -28,7 +28,7 @@ from so_tui.units import plural, rate, significant, thousands
 from so_tui_trainer.checkpoint import Saving
 from so_tui_trainer.checkpoint_folder import Manifest, claim
 from so_tui_trainer.data.batches import Batches, Prefetcher
-from so_tui_trainer.evaluation import Evaluation
+from so_tui_trainer.evaluation import evaluate
 from so_tui_trainer.failures import SUPERSEDED, NonFiniteError, TrainingError
 from so_tui_trainer.generation import Prompts
 from so_tui_trainer.metrics import Metrics, Step, StepClock
@@ -73,15 +73,13 @@ class Control:
     The broadcast runs while that step computes, so no rank waits for another here.
     """
 
-    def __init__(
-        self, run: RunDirectory, ranks: Ranks, *, attempt: int = 0, every_s: float = 0.0
-    ) -> None:
+    def __init__(self, run: RunDirectory, ranks: Ranks, *, attempt: int, every_s: float) -> None:
         """Watch a run's control folder.
 
         Args:
             run: The run.
             ranks: The process group.
-            attempt: This attempt; 0 if none can supersede it.
+            attempt: This attempt.
             every_s: Seconds between checkpoints by rank 0's clock; 0 for none.
         """
         self._run, self._ranks, self._attempt = run, ranks, attempt
@@ -111,7 +109,7 @@ class Control:
         received = self._flags.tolist()
         self._flags = torch.zeros(len(_ACTIONS), dtype=torch.bool)
         if self._ranks.first:
-            if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
+            if time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
                 self._newer_checked_at = time.monotonic()
                 _refuse_if_superseded(self._run, self._attempt)
             requested = run_state.pending(self._run)
@@ -217,8 +215,8 @@ class Loop:
     metrics: Metrics
     recorder: Recorder
     ranks: Ranks
-    evaluation: Evaluation | None
-    """Held-out documents, if there are any."""
+    evaluation: Batches | None
+    """Of the held-out documents, if there are any."""
     prompts: Prompts | None
     """What the model is asked during training, if anything."""
     expected_first_loss: float | None
@@ -368,10 +366,14 @@ class Loop:
         if self.evaluation is None:
             return
         self.metrics.check()
-        documents = len(self.evaluation.batches.sequences.documents)
+        documents = len(self.evaluation.sequences.documents)
         self.recorder.phase("training", f"evaluating on {documents} documents")
-        record = self.evaluation.measure(
-            self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step
+        record = evaluate(
+            self.evaluation,
+            self.engine.module,
+            self.ranks,
+            attempt=self.recorder.attempt,
+            step=self.step,
         )
         self.recorder.write(record)
         if self.ranks.first:

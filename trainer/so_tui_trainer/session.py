@@ -46,7 +46,7 @@ from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
-from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
+from so_tui_trainer.evaluation import divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.generation import Prompts
 from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
@@ -59,21 +59,6 @@ from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
-
-# Python's garbage collection during training.
-
-
-def freeze_garbage() -> None:
-    """Keep what was loaded out of every later collection. Call it when all is loaded, before the
-    first step.
-
-    A full collection looks at every object that there is: with the libraries some hundred thousand,
-    which takes a good part of a step. It may begin anywhere in a step, on any rank, and the others
-    wait for that rank in their next collective.
-    """
-    gc.collect()
-    gc.freeze()
-
 
 # Signal handling of a rank that also works while its main thread waits in a collective.
 
@@ -126,7 +111,7 @@ class _TrainingData(NamedTuple):
     batches: Batches
     fingerprint: str
     """Changes if a step would train on other documents."""
-    evaluation: Evaluation | None
+    evaluation: Batches | None
 
 
 def _read_training_data(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> _TrainingData:
@@ -147,7 +132,7 @@ def _read_training_data(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> _Tra
             documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
         ),
         fingerprint=trained_fingerprint(documents.fingerprint, spec),
-        evaluation=Evaluation(Batches(evaluated, spec, ranks.rank, members=members, pin=pin))
+        evaluation=Batches(evaluated, spec, ranks.rank, members=members, pin=pin)
         if len(members)
         else None,
     )
@@ -298,7 +283,12 @@ class Session:
             self.recorder.write(
                 ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step)
             )
-        freeze_garbage()
+        # Keep what was loaded out of every later garbage collection. A full one looks at every
+        # object that there is: with the libraries some hundred thousand, which takes a good part
+        # of a step. It may begin anywhere in a step, on any rank, and the others wait for that rank
+        # in their next collective.
+        gc.collect()
+        gc.freeze()
         self.recorder.phase("training", "")
         outcome = loop.train(control)
         if self.spec.checkpoint.export and outcome.state == "finished":
@@ -386,7 +376,7 @@ class Session:
         if takes_boundaries(model.attention):
             data.batches.end_to_end = True
             if data.evaluation:
-                data.evaluation.batches.end_to_end = True
+                data.evaluation.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder)
         parameters = parameter_count(model)
         control.stop_early()
@@ -436,28 +426,28 @@ class Session:
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
         planned = self.plan.optional
-        for found, wanted, code, use, effect in (
-            (
-                settings.speculation_bytes,
-                planned.second_states_bytes,
-                "second-states-reduced",
-                "clipping: second states",
-                "Results stay the same, but more of Adam waits for the gradient norm. Free the "
-                "memory and resume, or go on as it is.",
-            ),
-            (
-                settings.copies_bytes,
-                planned.copies_bytes,
-                "copies-reduced",
-                "checkpoints: copies of states",
-                "Checkpoints stay the same, but training waits for more of each. Free the memory "
-                "and resume, or go on as it is.",
-            ),
-        ):
-            if found < wanted:
-                message = f"{use} get {memory_size(found)} of the planned {memory_size(wanted)}"
-                because = "because this host has no more memory available"
-                self.recorder.warn(code, f"{message}, {because}", effect)
+        self._warn_if_less(
+            settings.speculation_bytes,
+            planned.second_states_bytes,
+            "second-states-reduced",
+            "clipping: second states",
+            "Results stay the same, but more of Adam waits for the gradient norm. Free the memory "
+            "and resume, or go on as it is.",
+        )
+        self._warn_if_less(
+            settings.copies_bytes,
+            planned.copies_bytes,
+            "copies-reduced",
+            "checkpoints: copies of states",
+            "Checkpoints stay the same, but training waits for more of each. Free the memory and "
+            "resume, or go on as it is.",
+        )
+
+    def _warn_if_less(self, found: int, wanted: int, code: str, use: str, effect: str) -> None:
+        if found < wanted:
+            message = f"{use} get {memory_size(found)} of the planned {memory_size(wanted)}"
+            because = "because this host has no more memory available"
+            self.recorder.warn(code, f"{message}, {because}", effect)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))

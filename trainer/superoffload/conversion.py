@@ -87,34 +87,20 @@ def deepspeed_states(folder: Path) -> DeepSpeedStates:
     folder = _step_folder(Path(folder))
     model = _load(folder / _MODEL_FILE)
     with _understood(folder):
-        optimizer, numels, moments, read = (
-            _universal(folder / "zero")
-            if (folder / "zero").is_dir()
-            else _sharded(folder, model["param_shapes"])
-        )
-        step, extra = int(model["global_steps"]), model.get("so_tui")
-        adam_step = max(
-            (int(state["step"]) for state in optimizer["state"].values() if "step" in state),
-            default=step,
-        )
+        extra = model.get("so_tui")
         progress = Progress(
-            step, int(model["global_samples"]), extra if isinstance(extra, dict) else {}
+            int(model["global_steps"]),
+            int(model["global_samples"]),
+            extra if isinstance(extra, dict) else {},
         )
-    return DeepSpeedStates(progress, adam_step, numels, moments, read)
+        if (folder / "zero").is_dir():
+            return _universal(folder / "zero", progress)
+        return _sharded(folder, model["param_shapes"], progress)
 
 
-class _Layout(NamedTuple):
-    """What is in the files of one of the two formats."""
-
-    optimizer: dict[str, Any]
-    numels: dict[str, int]
-    moments: bool
-    read: Callable[[], Iterator[NamedStates]]
-
-
-def _universal(zero: Path) -> _Layout:
-    """Return the layout of a universal checkpoint: a folder for each parameter, a file for each of
-    its states.
+def _universal(zero: Path, progress: Progress) -> DeepSpeedStates:
+    """Return what is in a universal checkpoint: a folder for each parameter, a file for each of its
+    states.
     """
     names = sorted(entry.name for entry in os.scandir(zero) if entry.is_dir(follow_symlinks=False))
     numels = {name: _tensor(_load(zero / name / "fp32.pt")).numel() for name in names}
@@ -126,14 +112,15 @@ def _universal(zero: Path) -> _Layout:
             files = (_load(zero / name / f"{kind}.pt") for kind in kinds)
             yield name, tuple(_flat(_tensor(loaded), name, numel) for loaded in files)
 
-    return _Layout(
-        _load(zero / "optimizer_state.pt")["optimizer_state_dict"], numels, moments, read
-    )
+    optimizer = _load(zero / "optimizer_state.pt")["optimizer_state_dict"]
+    return DeepSpeedStates(progress, _adam_step(optimizer, progress), numels, moments, read)
 
 
-def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _Layout:
-    """Return the layout of ZeRO-3's own files: one for each rank, with a flat tensor for each state
-    of each sub-group.
+def _sharded(
+    folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]], progress: Progress
+) -> DeepSpeedStates:
+    """Return what is in ZeRO-3's own files: one for each rank, with a flat tensor for each state of
+    each sub-group.
     """
     ranks = [_load(path)["optimizer_state_dict"] for path in _rank_files(folder)]
     groups = [{str(name): math.prod(shape) for name, shape in group.items()} for group in shapes]
@@ -167,7 +154,14 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
                 offset += shard
 
     numels = {name: numel for group in groups for name, numel in group.items()}
-    return _Layout(ranks[0]["optimizer_state_dict"], numels, moments, read)
+    adam_step = _adam_step(ranks[0]["optimizer_state_dict"], progress)
+    return DeepSpeedStates(progress, adam_step, numels, moments, read)
+
+
+def _adam_step(optimizer: Mapping[str, Any], progress: Progress) -> int:
+    """Return the optimizer's count of steps; that of the training if it has none."""
+    steps = (int(state["step"]) for state in optimizer["state"].values() if "step" in state)
+    return max(steps, default=progress.step)
 
 
 def write_universal(

@@ -177,27 +177,25 @@ def host_room(
         host_weights: Whether the weights of the CPU sub-groups are in host memory.
     """
     weight_bytes = sub_groups[0].weights.dtype.itemsize
+    numels = [group.weights.numel() for group in sub_groups]
+    on_cpu = sorted(
+        (index for index, group in enumerate(sub_groups) if not group.on_gpu),
+        key=lambda index: sub_groups[index].first_use,
+    )
     spare = sys.maxsize  # no limit where the available memory is not known
     if (available := settings.available_bytes()) is not None:
         each = state_bytes(weight_bytes, settings.states, accumulates=accumulates)
-        needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+        needed = each * sum(numels[index] for index in on_cpu)
         spare = max(0, available // ranks - int(needed) - _ROUNDING_BYTES)
     second: frozenset[int] = frozenset()
     if clips and settings.speculation_bytes:
         each = speculation_bytes(weight_bytes, settings.states, host_weights=host_weights)
-        on_cpu = sorted(
-            (index for index, group in enumerate(sub_groups) if not group.on_gpu),
-            key=lambda index: sub_groups[index].first_use,
-        )
-        numels = [sub_groups[index].weights.numel() for index in on_cpu]
         most = int(min(settings.speculation_bytes, spare) / each)
-        second = frozenset(on_cpu[position] for position in speculating(numels, most))
-        spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
+        positions = speculating([numels[index] for index in on_cpu], most)
+        second = frozenset(on_cpu[position] for position in positions)
+        spare -= int(each * sum(numels[index] for index in second))
     sizes = [
-        copy_bytes("fp32" if group.on_gpu else settings.states) * group.weights.numel()
-        for group in sub_groups
+        copy_bytes("fp32" if group.on_gpu else settings.states) * numel
+        for group, numel in zip(sub_groups, numels, strict=True)
     ]
-    return HostRoom(
-        second,
-        tuple(copied(sizes, second, min(settings.copies_bytes, spare))),
-    )
+    return HostRoom(second, tuple(copied(sizes, second, min(settings.copies_bytes, spare))))

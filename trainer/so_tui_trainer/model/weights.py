@@ -487,7 +487,7 @@ def empty_model(
     implementation: str,
     ds_config: dict[str, Any],
     *,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Build the model in bf16, sharded, with uninitialised weights and computed buffers.
 

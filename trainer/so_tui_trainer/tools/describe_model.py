@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
@@ -267,7 +267,7 @@ def _unwritable(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(item in (math.inf, -math.inf) for item in value)
 
 
-def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
+def _ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
     """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they
     share.
     """
@@ -286,10 +286,10 @@ def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
         first_name.setdefault(id(parameter), name)
 
 
-def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
-    """Return the tensors as blocks, with repeated layers written once."""
+def blocks_of(model: PreTrainedModel) -> tuple[ParameterBlock, ...]:
+    """Return the parameters of a model as blocks, with repeated layers written once."""
     blocks: list[ParameterBlock] = []
-    for index, group in groupby(tensors, key=lambda tensor: _layer(tensor.name)):
+    for index, group in groupby(_ordered_tensors(model), key=lambda tensor: _layer(tensor.name)):
         if index is None:
             blocks.append(ParameterBlock(tensors=tuple(group)))
             continue
@@ -408,7 +408,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     found = msgspec.structs.replace(
         asked,
         config=shape_of(config, causal),
-        parameters=blocks_of(ordered_tensors(causal)),
+        parameters=blocks_of(causal),
         leaf_modules=tuple(sorted(blocks)),
     )
     try:

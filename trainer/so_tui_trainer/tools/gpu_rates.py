@@ -101,15 +101,13 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
     pageable = torch.zeros(size, dtype=torch.uint8)
     masters = pageable.view(torch.float32)
     weights = near.view(torch.bfloat16)[: size // 4]
-    streams = []
-    if pinned:
-        streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    # Without a GPU there are no streams, and entering None does nothing.
+    streams = [
+        torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    ]
 
     def both() -> None:
-        if not streams:
-            host.copy_(near)
-            other.copy_(host_too)
-            return
         with torch.cuda.stream(streams[0]):
             host.copy_(near, non_blocking=True)
         with torch.cuda.stream(streams[1]):

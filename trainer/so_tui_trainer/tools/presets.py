@@ -26,7 +26,7 @@ from so_tui.spec.errors import reject
 from so_tui.spec.model_table import MARKER, table_text
 from so_tui_trainer.model.config import config_of, language_part, stored_config
 from so_tui_trainer.model.weights import meta_model
-from so_tui_trainer.tools.describe_model import blocks_of, ordered_tensors, planned_shape, shape_of
+from so_tui_trainer.tools.describe_model import blocks_of, planned_shape, shape_of
 
 _EXPERTS = {"num_experts", "num_local_experts"}
 """Two names of the same key; a config has either."""
@@ -44,7 +44,7 @@ def _model_config(model: ModelSpec) -> PretrainedConfig:
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterBlock, ...]:
     """Return the parameter table of a model section, generated anew."""
-    return blocks_of(ordered_tensors(meta_model(_model_config(model))))
+    return blocks_of(meta_model(_model_config(model)))
 
 
 def _rewritten(path: Path) -> tuple[str, int]:
@@ -69,7 +69,7 @@ def _rewritten(path: Path) -> tuple[str, int]:
     known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
     shape = planned_shape(config, causal) if model.config else shape_of(config, causal)
     missing = {key: value for key, value in shape.items() if key not in known}
-    text = f"{_with_keys(own, missing, path)}\n\n{table_text(blocks_of(ordered_tensors(causal)))}"
+    text = f"{_with_keys(own, missing, path)}\n\n{table_text(blocks_of(causal))}"
     return text, sum(parameter.numel() for parameter in causal.parameters())
 
 
