@@ -1,6 +1,4 @@
-"""Runs on several nodes, without nodes: numbers, addresses, what supervisors tell each other, and
-which network NCCL names.
-"""
+"""Runs on several nodes, without nodes: what supervisors tell each other, and networks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from datetime import date
 
 import pytest
 from msgspec.structs import replace
@@ -64,21 +63,6 @@ def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
     assert replace(found("gh", "vista", here=QUAD), network=None) == CPU_ONLY
     seen, _ = places.source_of(SlurmSpec(partition="gh", site="vista"))
     assert seen == pytest.approx(time.time(), abs=60)
-
-
-@pytest.mark.parametrize("plan", [["plan"], ["plan", "tiny"]])
-def test_plan_says_what_its_machine_is_known_from(
-    plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    today = date.today()
-    main([*plan, "--partition", "gh"])
-    assert "so-tui run tiny --partition gh" in capsys.readouterr().out
-    places.remember(cluster, "gh", QUAD)
-    main([*plan, "--partition", "gh"])
-    told = capsys.readouterr().out
-    assert any(str(day) in told for day in (today, date.today()))  # it may be midnight
-    main([*plan, "--partition", "gh", "--machine", "gh200-480"])
-    assert "partition gh" not in capsys.readouterr().out
 
 
 def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +22,6 @@ from so_tui.runs import (
     delete_run,
     find_run,
     list_runs,
-    new_attempt,
     read_spec,
     read_state,
     write_state,
@@ -33,6 +30,7 @@ from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
+from tests.support.hostile_files import full_disk
 from tests.support.problems import refusal, rejected
 from tests.support.records import change_state
 
@@ -92,13 +90,6 @@ def test_what_the_user_calls_a_run_begins_its_name(spec: RunSpec, tmp_path: Path
             create_run(spec, tmp_path / "runs", called=text)
         assert "\x1b" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_attempts_are_numbered(run: RunDirectory) -> None:
-    assert [new_attempt(run), new_attempt(run)] == [1, 2]
-    assert run.attempts() == (1, 2)
-    run.log_path(2, "node-1.site").touch()
-    assert run.logs(2) == {"node-1.site": run.attempt_dir(2) / "output.node-1.site.log"}
 
 
 def test_runs_are_listed_newest_first(spec: RunSpec, tmp_path: Path) -> None:
@@ -164,9 +155,7 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
 
 
 def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is gone from every list, and only this says where its checkpoints still take up
-    space.
-    """
+    """Only this says where the checkpoints of an unlisted run still take up space."""
     run = create_run(spec)
 
     def held(path: Path) -> None:
@@ -179,25 +168,11 @@ def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.Monk
     assert list_runs() == ()
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from so_tui.runs import create_run
-from so_tui.spec import find_preset
-from so_tui.spec.errors import InputError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    create_run(find_preset("tiny").spec, Path(sys.argv[1]))
-except InputError as error:
-    print(*(problem.code for problem in error.problems))
-"""
-
-
-def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path / "runs")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["runs-dir-not-writable"]
+def test_a_disk_that_takes_no_more_leaves_nothing_half_written(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    with full_disk(100), rejected("runs-dir-not-writable"):
+        create_run(spec, tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []
 
 

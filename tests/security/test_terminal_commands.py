@@ -38,9 +38,7 @@ Call = Callable[[str], tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileWorld]:
-    """The hostile texts, written once. The helper process, which takes seconds, answers the same
-    question about data once.
-    """
+    """The hostile texts, and one answer of the helper process for each question."""
     folder = tmp_path_factory.mktemp("hostile")
     answers: dict[bytes, list[Progress | DataPreview]] = {}
     preview_data = helper_jobs.preview_data

