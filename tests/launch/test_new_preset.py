@@ -200,6 +200,7 @@ PARTS = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "
         ({"model_type": "vit"}, "no causal language model for"),
         ({"model_type": "recurrent_gemma", **GROUPED}, "changes its logits"),
         (unlike("mamba", num_hidden_layers=2), "no num_attention_heads"),
+        (LLAMA | {"quantization_config": {"load_in_4bit": True}}, "quantised (bitsandbytes)"),
         (LLAMA | {"compression_config": QUANTISED}, "quantised (compressed-tensors)"),
         ({"model_type": "from-next-year", **GROUPED}, "does not know"),
         (GROUPED, "does not say what kind of model"),

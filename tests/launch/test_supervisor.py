@@ -45,7 +45,6 @@ pytestmark = pytest.mark.slow
 
 WITHIN_S = 30.0
 """Seconds between a death and the final state; this machine may be busy."""
-WRITTEN = ("ds_config.json", "launch.json", "command.json")
 
 
 def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
@@ -60,19 +59,9 @@ def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
     return [path for path in map(Path, names) if path.exists()]
 
 
-def files_of(run: RunDirectory, attempt: int) -> set[str]:
-    return {path.name for path in run.attempt_dir(attempt).iterdir()}
-
-
 def supervisor_of(state: RunState) -> Process:
     assert state.supervisor is not None
     return state.supervisor
-
-
-def left_alone(run: RunDirectory, before: RunState) -> None:
-    """Kill the supervisor of a run."""
-    kill(supervisor_of(before))
-    wait_for_end_of(supervisor_of(before))
 
 
 def wait_for_training(run: RunDirectory, attempt: int) -> RunState:
@@ -80,16 +69,6 @@ def wait_for_training(run: RunDirectory, attempt: int) -> RunState:
         run,
         lambda state: state.attempt == attempt and state.state == "training",
         of_attempt=attempt,
-    )
-
-
-def wait_for_takeover(run: RunDirectory, before: RunState, beats: int) -> RunState:
-    """Wait until another supervisor has looked so many times more."""
-    return wait_for(
-        run,
-        lambda state: (
-            state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + beats
-        ),
     )
 
 
@@ -187,12 +166,14 @@ def test_it_is_resumed_with_other_settings_and_keeps_those(runs: Runs, machine: 
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:
     """Which tells a later death."""
     run, before = runs.training()
-    left_alone(run, before)
+    kill(supervisor_of(before))
+    wait_for_end_of(supervisor_of(before))
     ranks = [process for process in before.processes if process.role == "rank"]
     assert all(alive(process) for process in ranks)
     assert ensure_supervised(run)
     ensure_supervised(run)  # a second look at the same time must not make a second supervisor
-    after = wait_for_takeover(run, before, beats=3)
+    wait_for(run, lambda state: state.supervisor != before.supervisor)
+    after = wait_for(run, lambda state: state.heartbeat > before.heartbeat + 3)
     assert after.attempt == 1
     assert after.step > before.step
     assert {process.pid for process in ranks} <= {process.pid for process in after.processes}
@@ -259,7 +240,8 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     assert stop_request(one) is None
     again = wait_for_training(one, 2)
     assert (again.started, again.ended, again.earlier_s) == (stopped.started, None, stopped.took_s)
-    assert files_of(one, 2) >= {*WRITTEN}
+    written = {path.name for path in one.attempt_dir(2).iterdir()}
+    assert written >= {"ds_config.json", "launch.json", "command.json"}
     request_stop(two)
     assert stop(one, grace_s=30).attempt == 2
     assert wait_for(two, ended).state == "stopped"

@@ -221,24 +221,6 @@ def test_a_file_system_that_is_away_ends_no_supervision(
     assert asked
 
 
-def test_a_command_that_tells_of_the_end_finds_it_recorded(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = tmp_path / "found"
-    change_settings({"alerts.command": ["/bin/cp", str(run.state_path), str(found)]})
-
-    def slow(*arguments: Any) -> None:
-        with contextlib.suppress(AssertionError):
-            wait_until(found.exists, limit_s=1)
-        write_state_even_if_full(*arguments)
-
-    monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
-    supervisor = supervisor_of(run)
-    supervisor._finish(RANK_LOST)
-    supervisor.announcer.finish()
-    assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
-
-
 def test_a_supervisor_takes_over_on_a_full_disk(
     run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,11 +293,19 @@ def test_run_goes_on_before_its_command_ends(
     away: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job that continues a run is submitted in the last seconds of a job, in which the command
-    that tells of the end may hang. The command is waited for, although the lock cannot be given
-    back: a file server may be away just then, and a job ends with its supervisor.
+    that tells of the recorded end may hang. The command is waited for, although the lock cannot be
+    given back: a file server may be away just then, and a job ends with its supervisor.
     """
-    continued, told = tmp_path / "continued", tmp_path / "told"
-    script = f"until test -e {continued}; do sleep 0.05; done; sleep 0.5; mv {continued} {told}"
+    continued, told, found = (tmp_path / name for name in ("continued", "told", "found"))
+    script = f"cp {run.state_path} {found}; until test -e {continued}; do sleep 0.05; done; "
+    script += f"sleep 0.5; mv {continued} {told}"
+
+    def slow(*arguments: Any) -> None:
+        with contextlib.suppress(AssertionError):
+            wait_until(found.exists, limit_s=1)
+        write_state_even_if_full(*arguments)
+
+    monkeypatch.setattr(run_module, "write_state_even_if_full", slow)
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
     monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
     monkeypatch.setattr(run_module, "become_subreaper", lambda: None)
@@ -327,6 +317,7 @@ def test_run_goes_on_before_its_command_ends(
     if not away:
         assert supervise(run, 1, ended=ended) == 1
         assert told.read_text() == "failed free"
+        assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
         return
     continued.touch()
     monkeypatch.setattr(RunLock, "release", failing(OSError(errno.EIO, "is away")))

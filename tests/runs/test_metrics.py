@@ -89,10 +89,6 @@ def saved(at: int) -> CheckpointRecord:
     return CheckpointRecord(attempt=1, time=1.0, step=at, path=str(at), bytes=1, seconds=1.0)
 
 
-def evaluated(at: int) -> EvaluationRecord:
-    return EvaluationRecord(attempt=1, time=2e9, step=at, loss=2.5, tokens=10)
-
-
 def losses(reader: RunReader) -> list[float]:
     return [record.loss for record in reader.metrics.steps(0, math.inf)]
 
@@ -112,9 +108,10 @@ def test_records_come_back_as_they_were_written(run: RunDirectory) -> None:
     diverged = (math.nan, math.inf, -math.inf)
     steps = [step(i, loss=3.0 - i / 100) for i in range(47)]
     steps += [step(47 + i, loss=loss, gradient_norm=None) for i, loss in enumerate(diverged)]
+    evaluation = EvaluationRecord(attempt=1, time=2e9, step=49, loss=2.5, tokens=10)
     warning = WarningRecord(attempt=1, time=2e9, message="slow", suggestion="packing")
     end = EndRecord(attempt=1, time=2e9, state="finished", step=49)
-    records: list[MetricRecord] = [start(1), *steps, evaluated(49), saved(49), warning, end]
+    records: list[MetricRecord] = [start(1), *steps, evaluation, saved(49), warning, end]
     write(run, 1, *records)
     reader = RunReader(run)
     assert str(read_all(reader)) == str(records)

@@ -34,7 +34,6 @@ with run_lock(RunDirectory(Path(sys.argv[1]))) as lock:
     sys.stdin.readline()
 """
 DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
-ELSEWHERE = HostIdentity("elsewhere", "another", 1)
 
 
 def content(host: HostIdentity, process: Process | None) -> bytes:
@@ -43,7 +42,7 @@ def content(host: HostIdentity, process: Process | None) -> bytes:
 
 
 DEAD_HERE = content(this_host(), DEAD)
-DEAD_ELSEWHERE = content(ELSEWHERE, DEAD)
+DEAD_ELSEWHERE = content(HostIdentity("elsewhere", "another", 1), DEAD)
 
 
 def faults_of(folder: Path, how: Any) -> dict[str, str]:
