@@ -57,7 +57,13 @@ def test_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int | 
 
 
 def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
-    assert places.source_of(SlurmSpec(partition="gg", site="vista")) == (None, "")
+    """The adapters of a login node say nothing of the compute nodes'."""
+    login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
+    published = found("gg", "vista", here=login).network
+    assert published is not None
+    assert (published.gbit_per_s, "TACC" in published.source) == (400, True)
+    places.remember(cluster, "gg", READ)
+    assert found("gg", "vista", here=login).network == READ.network
     assert places.source_of(SlurmSpec(partition="gh", site="vista")) == (None, "TACC Vista")
     places.remember(cluster, "gh", CPU_ONLY)
     assert replace(found("gh", "vista", here=QUAD), network=None) == CPU_ONLY
@@ -110,17 +116,6 @@ def test_clusters_of_one_home_are_kept_apart(cluster: str, monkeypatch: pytest.M
     assert found("normal").hostname == "theirs"
     monkeypatch.setattr(client, "cluster_name", lambda: cluster)
     assert found("normal", here=QUAD) == CPU_ONLY
-
-
-def test_profile_says_how_fast_until_a_job_has_seen(cluster: str) -> None:
-    """The adapters of a login node say nothing of the compute nodes'."""
-    login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
-    published = found("gg", "vista", here=login).network
-    assert published is not None
-    assert published.gbit_per_s == 400
-    assert "TACC" in published.source
-    places.remember(cluster, "gg", READ)
-    assert found("gg", "vista", here=login).network == READ.network
 
 
 def test_measured_network_counts_most(cluster: str) -> None:

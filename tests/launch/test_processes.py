@@ -66,10 +66,8 @@ def recorded(pid: int) -> Process:
 def test_process_before_exec_is_known(
     argv: Sequence[str], young: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if nobody looks for long: a supervisor on a busy host may not run for seconds, and a
-    launcher that it takes for something else is never missed. What has no command line yet is
-    looked at again however old it is, as a process while its program is loaded; a shell without a
-    name stands for it.
+    """Even if nobody looks for long: a launcher that is taken for something else is never missed. A
+    shell without a name stands for a program that is being loaded, however old it is.
     """
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9 if young else 0)
     with started(*argv, executable="/bin/sh") as process:
@@ -134,11 +132,8 @@ def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
 def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
     run, kill = RunDirectory(tmp_path), os.kill
-    with (
-        started("sleep", "60", run=tmp_path) as first,
-        started("sleep", "60", run=tmp_path) as second,
-        monkeypatch.context() as patch,
-    ):
+    sleep = ("sleep", "60")
+    with started(*sleep, run=tmp_path) as first, started(*sleep, run=tmp_path) as second:
 
         def refuse(pid: int, signum: int) -> None:
             if pid == first.pid:
@@ -149,8 +144,8 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
             wait_for_environment(process.pid)
         tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
         tree.scan(thorough=True)
-        patch.setattr(os, "kill", refuse)
-        with pytest.raises(PermissionError):
+        with monkeypatch.context() as patch, pytest.raises(PermissionError):
+            patch.setattr(os, "kill", refuse)
             tree.signal(signal.SIGKILL)
         assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
         assert first.poll() is None
