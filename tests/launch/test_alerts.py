@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -218,7 +219,10 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     assert running(first)
     assert told.exists()
     assert "took too long" in capsys.readouterr().err
-    wait_until(lambda: runner.tick() or read_stat(first) is None)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not running(first))
+    runner.tick()
+    assert read_stat(first) is None
 
 
 def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,11 +173,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert names == ["broken.toml", "one.toml", "two.toml"]
 
 
-IDS = {"num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
 def kind(name: str, **changes: object) -> dict[str, Any]:
-    return GROUPED | IDS | {"model_type": name} | changes
+    ids = {"num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return GROUPED | ids | {"model_type": name} | changes
 
 
 def unlike(name: str, **shape: object) -> dict[str, Any]:

@@ -144,9 +144,10 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
             wait_for_environment(process.pid)
         tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
         tree.scan(thorough=True)
-        with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        with monkeypatch.context() as patch:
             patch.setattr(os, "kill", refuse)
-            tree.signal(signal.SIGKILL)
+            with pytest.raises(PermissionError):
+                tree.signal(signal.SIGKILL)
         assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
         assert first.poll() is None
 

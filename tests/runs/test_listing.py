@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,13 @@ def test_unreadable_run_hides_no_other(
 ) -> None:
     good, bad = create_run(spec), create_run(spec)
 
-    def fail_for_bad(name: str) -> None:
-        plain = getattr(os, name)
+    def failing(plain: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).startswith(str(bad.path)):
+            raise OSError(failure, os.strerror(failure), str(path))
+        return plain(path, *arguments, **options)
 
-        def failing(path: Any, *arguments: Any, **options: Any) -> Any:
-            if str(path).startswith(str(bad.path)):
-                raise OSError(failure, os.strerror(failure), str(path))
-            return plain(path, *arguments, **options)
-
-        monkeypatch.setattr(os, name, failing)
-
-    fail_for_bad("stat")
-    fail_for_bad("open")
+    for name in ("stat", "open"):
+        monkeypatch.setattr(os, name, partial(failing, getattr(os, name)))
     listed = list_runs()
     assert listed[0] == good
     assert (bad in listed) == (failure != errno.EACCES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -88,7 +89,7 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
     assert made == [2, 3]
     change_state(run, state="finished", code=OutcomeCode.FINISHED)
     waiting = told_soon(run, 3)
-    for end in (lambda: _attempt_of_restart(run, 1, MACHINE, 3), lambda: waiting.result(10)):
+    for end in (partial(_attempt_of_restart, run, 1, MACHINE, 3), partial(waiting.result, 10)):
         with rejected("not-continued"):
             end()
 
