@@ -90,9 +90,7 @@ def test_older_run_that_finished_is_not_resumed(capsys: Output) -> None:
     assert "finished all of its 20 steps" in capsys.readouterr().err
 
 
-def test_older_checkpoint_without_states_is_not_exported(
-    older: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_checkpoint_without_states_is_refused(older: Path, tmp_path: Path, capsys: Output) -> None:
     """Its manifest is read: what is missed is the file that it names."""
     assert main(["export", "tiny", "--to", str(tmp_path / "model")]) != 0
     error = capsys.readouterr().err

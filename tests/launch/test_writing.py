@@ -11,7 +11,7 @@ from so_tui.cli import main
 from so_tui.commands.models import _given_sampling
 from so_tui.commands.parser import build_parser
 from so_tui.launch.helper_jobs import ModelProcess, named_model
-from so_tui.runs import RunDirectory, create_run
+from so_tui.runs import create_run
 from so_tui.spec.generation import Sampling
 from tests.support.launching import tiny
 from tests.support.problems import refusal, rejected
@@ -19,17 +19,6 @@ from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run with a checkpoint, exported."""
-    from so_tui_trainer.tools.export import _export_run
-    from tests.support.model_checkpoints import run_with_checkpoints
-
-    run = run_with_checkpoints(tmp_path_factory.mktemp("runs"), 5)
-    list(_export_run({"run": str(run.path), "to": str(run.path / "export")}))
-    return run
 
 
 def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +37,13 @@ def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
     assert _given_sampling(build_parser().parse_args(["generate"])) == Sampling()
 
 
-def test_answers_for_programs(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", str(trained.path / "export"), "--device", "cpu", "--json"]
+def test_answers_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from so_tui_trainer.tools.export import _export_run
+    from tests.support.model_checkpoints import run_with_checkpoints
+
+    run, model = run_with_checkpoints(tmp_path / "runs", 5), str(tmp_path / "export")
+    list(_export_run({"run": str(run.path), "to": model}))
+    argv = ["generate", model, "--device", "cpu", "--json"]
     assert main([*argv, "--max-tokens", "4", "--prompt", "One.", "--prompt", "Two."]) == 0
     found = valid("generate", capsys.readouterr().out)
     assert [answered["prompt"] for answered in found["prompts"]] == ["One.", "Two."]

@@ -164,9 +164,7 @@ def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.Monk
     assert list_runs() == ()
 
 
-def test_a_disk_that_takes_no_more_leaves_nothing_half_written(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_full_disk_leaves_nothing_half_written(spec: RunSpec, tmp_path: Path) -> None:
     with full_disk(100), rejected("runs-dir-not-writable"):
         create_run(spec, tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []

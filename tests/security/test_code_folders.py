@@ -118,9 +118,7 @@ def test_gpu_locks_are_the_same_in_all_shells(
     assert rights(folder) == (machine.owner.uid, PRIVATE)
 
 
-def test_a_private_folder_of_ones_own_choice_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_private_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     chosen = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": "/home/a"}
     assert "TRITON_CACHE_DIR" not in code_folders(chosen)

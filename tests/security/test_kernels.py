@@ -108,9 +108,7 @@ def test_a_kernel_in_a_writable_folder_is_not_used(
 
 
 @pytest.mark.parametrize("name", ["file", "link", "the group's"])
-def test_a_kernel_of_another_user_is_replaced(
-    machine: SharedMachine, folder: Path, name: str
-) -> None:
+def test_kernel_of_others_is_replaced(machine: SharedMachine, folder: Path, name: str) -> None:
     load(machine, umask=0o002)
     path = kernel_in(folder)
     assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o700]

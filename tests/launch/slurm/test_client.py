@@ -95,33 +95,29 @@ def submitted() -> str:
     return submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("squeue", client.own_jobs),
-        ("sacct", lambda: client.accounted("7")),
-        ("scancel", lambda: client.cancel("7")),
-        ("sinfo", client.partitions),
-        ("sbatch", submitted),
-    ],
-)
+CALLS: dict[str, Callable[[], object]] = {
+    "squeue": client.own_jobs,
+    "sacct": lambda: client.accounted("7"),
+    "scancel": lambda: client.cancel("7"),
+    "sinfo": client.partitions,
+    "sbatch": submitted,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_no_variable_of_the_users_shell_changes_what_is_asked(
-    name: str,
-    call: Callable[[], object],
-    install: Install,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm lets ``SBATCH_PARTITION`` win over a script, and ``SQUEUE_PARTITION`` hide a job."""
     install(name, f"env > {tmp_path}/seen; echo 7")
-    hostile = "SBATCH_JOB_NAME SBATCH_PARTITION SQUEUE_PARTITION SACCT_FORMAT SCANCEL_STATE"
-    hostile = f"{hostile} SINFO_FORMAT SLURM_JOB_ID"
-    for variable in hostile.split():
+    commands = ("SBATCH", "SQUEUE", "SACCT", "SCANCEL", "SINFO", "SLURM_JOB")
+    hostile = {f"{command}_PARTITION" for command in commands} | {"SBATCH_JOB_NAME", "SLURM_JOB_ID"}
+    for variable in hostile:
         monkeypatch.setenv(variable, "x")
     monkeypatch.setenv("SLURM_CONF", "/etc/ours")
-    call()
+    CALLS[name]()
     seen = dict(line.partition("=")[::2] for line in (tmp_path / "seen").read_text().splitlines())
-    assert seen.keys().isdisjoint(hostile.split())
+    assert seen.keys().isdisjoint(hostile)
     assert seen["SLURM_CONF"] == "/etc/ours"
     assert ("TOKEN" in seen) == (name == "sbatch")
 
@@ -165,9 +161,7 @@ def test_silent_cluster_is_asked_again(
         ("-7", None),
     ],
 )
-def test_a_job_has_a_number_below_a_sites_own_words(
-    printed: str, number: str | None, install: Install
-) -> None:
+def test_job_number_below_a_sites_words(printed: str, number: str | None, install: Install) -> None:
     install("sbatch", f"echo '{printed}'")
     with contextlib.nullcontext() if number else pytest.raises(SlurmError):
         assert submitted() == number

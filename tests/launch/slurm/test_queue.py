@@ -182,9 +182,7 @@ def test_job_of_another_run_is_neither_believed_nor_cancelled(slurm: Queue, tmp_
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_job_without_number_is_found_by_its_folder(
-    linked: bool, slurm: Queue, tmp_path: Path
-) -> None:
+def test_job_without_number_is_found_by_folder(linked: bool, slurm: Queue, tmp_path: Path) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
     slurm.submit(job_id="")
     (tmp_path / "link").symlink_to(tmp_path / "runs")

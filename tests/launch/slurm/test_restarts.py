@@ -94,9 +94,7 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
             end()
 
 
-def test_silent_first_node_is_not_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_first_node_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = count(step=1e6)
     monkeypatch.setattr("so_tui.launch.in_job.time.monotonic", lambda: next(now))
     with rejected("first-node-silent"):

@@ -85,9 +85,7 @@ def executed(text: str, uname: str, install: Install) -> subprocess.CompletedPro
     )
 
 
-def test_job_ends_on_a_node_that_cannot_execute_it(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_ends_where_it_cannot_run(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.launch.slurm.script.architecture_of", lambda _: "aarch64")
     text = script(replace(SITE, python="/it's/python"), run="/run")
     ended = executed(text, "x86_64", install)
@@ -235,9 +233,7 @@ def test_a_wrong_profile_is_named(content: str) -> None:
         ("sh -c 'kill -INT $PPID; echo typed > \"$0\"'", "typed\n"),
     ],
 )
-def test_what_the_editor_saves_is_returned(
-    editor: str, saved: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_are_returned(editor: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDITOR", "false")
     monkeypatch.setenv("VISUAL", editor)
     assert edited("#!/bin/bash\n# one hour\n") == saved

@@ -105,9 +105,7 @@ def test_refusal_changes_nothing(
     assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))
 
 
-def test_a_script_is_submitted_as_it_was_edited(
-    submitted: list[str], launch: Launch, tmp_path: Path
-) -> None:
+def test_edited_script_is_submitted(submitted: list[str], launch: Launch, tmp_path: Path) -> None:
     edit = SlurmExecutor(edit=lambda script: script + "# edited\n")
     run = start(launch, runs_dir=tmp_path / "runs", executor=edit)
     assert submitted == [str(run.attempt_dir(1))]
