@@ -56,9 +56,9 @@ def test_launcher_gets_devices_and_cores(
 
 
 def test_without_numactl_the_launcher_does_not_bind() -> None:
-    given = {Placeholder.RUN: "/runs/a", Placeholder.RUN_ID: "", Placeholder.ATTEMPT: "2"}
-    given[Placeholder.RENDEZVOUS] = "file:///tmp/meeting/store"
-    resolved = launch_with(plan_of(spec_of())).resolved({**given})
+    given: dict[str, str] = {Placeholder.RUN: "/runs/a", Placeholder.RUN_ID: ""}
+    given |= {Placeholder.ATTEMPT: "2", Placeholder.RENDEZVOUS: "file:///tmp/meeting/store"}
+    resolved = launch_with(plan_of(spec_of())).resolved(given)
     argv = resolved.argv
     assert "--bind_cores_to_rank" not in argv
     assert argv[-6:] == ("--module", "so_tui_trainer", "--run", "/runs/a", "--attempt", "2")
