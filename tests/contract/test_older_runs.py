@@ -1,8 +1,7 @@
-"""Runs that earlier versions wrote are listed, shown, exported and refused as they were then.
+"""Runs of earlier versions are listed, shown, exported and refused as they were then.
 
-``tests/data/runs`` holds the run directory of `so-tui run tiny --set train.steps=20` by release
-0.1.0, and by the last version before the files of this program were sorted anew. Left out: logs,
-the states of 37 MB (so no checkpoint is complete), and empty files.
+``tests/data/runs`` holds `so-tui run tiny --set train.steps=20` by 0.1.0, and by the last version
+before files were sorted anew, without logs, empty files, and states (no checkpoint is complete).
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ def test_older_run_that_finished_is_not_resumed(capsys: Output) -> None:
     assert "finished all of its 20 steps" in capsys.readouterr().err
 
 
-def test_older_checkpoint_without_states_is_not_exported(
-    older: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_checkpoint_without_states_is_refused(older: Path, tmp_path: Path, capsys: Output) -> None:
     """Its manifest is read: what is missed is the file that it names."""
     assert main(["export", "tiny", "--to", str(tmp_path / "model")]) != 0
     error = capsys.readouterr().err

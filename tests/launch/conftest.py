@@ -13,8 +13,8 @@ from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import RunDirectory
 from so_tui.spec import RunSpec, find_preset
 from tests.support.fake_runs import FAKE_TRAINER, Runs
+from tests.support.launching import prepared_run
 from tests.support.python_path import python_path
-from tests.support.supervising import prepared_run
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,4 @@
-"""Downloads by the real clients, from a hub on loopback: progress, lost connections, revisions,
-gated models, no network, presets from hub ids.
-"""
+"""Downloads by the real clients, from a hub on loopback, and presets from hub ids."""
 
 from __future__ import annotations
 
@@ -39,7 +37,12 @@ ROWS = Path(resolve_source("builtin:tiny/rows.jsonl")).read_bytes()
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with loopback_hub() as found:
-        for name, value in found.environment(tmp_path / "cache").items():
+        for name, value in {
+            "HF_ENDPOINT": found.endpoint,
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }.items():
             monkeypatch.setenv(name, value)
         for name in ("HF_HUB_OFFLINE", "HF_TOKEN", *PROXIES):
             monkeypatch.delenv(name, raising=False)
@@ -48,9 +51,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def fetch(**changes: str) -> list[dict[str, Any]]:
-    """Fetch what a preset of ``owner/model`` and ``owner/rows`` needs, and return what was
-    reported.
-    """
+    """Fetch ``owner/model`` and ``owner/rows``, and return what was reported."""
     needed = {"model__id": "owner/model", "model__weights": "pretrained"}
     spec: RunSpec = tiny(**needed | {"data__source": "owner/rows"} | changes)
     return list(stream_tool("fetch", {"spec": spec_tree(spec)}))
@@ -65,7 +66,7 @@ def refused(**changes: str) -> list[str]:
 
 def test_everything_is_downloaded_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = MODEL | {"chat_template.jinja": b"{{ messages }}"}
-    first, _ = hub.add("models", "owner/model", MODEL, newer, tags=("v1",))
+    first, _ = hub.add("models", "owner/model", MODEL, newer, tag="v1")
     hub.cuts["model.safetensors"] = [CHUNK_BYTES + 1]
     told = fetch(model__revision="v1")
     wanted = sum(len(content) for name, content in MODEL.items() if name != "pytorch_model.bin")
@@ -129,18 +130,11 @@ def test_what_is_not_on_the_hub(hub: Hub) -> None:
 def test_preset_from_a_model_of_the_hub(hub: Hub) -> None:
     shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2}
     config = json.dumps({"model_type": "llama", "num_attention_heads": 4} | shape).encode()
-    files = {"model.safetensors": b"w", "config.json": config}
-    hub.add("models", "owner/open", files)
-    hub.add("models", "owner/gated", files, gated=True)
+    hub.add("models", "owner/open", {"model.safetensors": b"w", "config.json": config})
     hub.add("models", "owner/bare", {"model.safetensors": b"w"})
     described = describe_model("owner/open")
     assert (described.spec.model.id, described.spec.name) == ("owner/open", "open")
     assert described.spec.model.parameter_count > 0
     assert described.notes == ()
-    for model, code in (
-        ("owner/gated", "hub-access-denied"),
-        ("owner/absent", "hub-model-missing"),
-        ("owner/bare", "model-config-missing"),
-    ):
-        with rejected(code):
-            describe_model(model)
+    with rejected("model-config-missing"):
+        describe_model("owner/bare")

@@ -22,7 +22,6 @@ from tests.support.problems import rejected
 
 PHI_4 = CATALOG.presets["phi-4"].spec
 MODEL, DATA = ("model.id", "microsoft/phi-4"), ("data.source", "tatsu-lab/alpaca")
-FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def missing(spec: RunSpec, home: Path) -> list[tuple[str, str]]:
@@ -58,7 +57,7 @@ def test_half_a_download_is_missing_by_the_name_of_a_file(tmp_path: Path) -> Non
 
 
 def test_another_revision_is_another_model(tmp_path: Path) -> None:
-    snapshot(tmp_path, *FILES, revision="v2")
+    snapshot(tmp_path, "config.json", "model.safetensors", "tokenizer.json", revision="v2")
     (tmp_path / "datasets" / "tatsu-lab___alpaca").mkdir(parents=True)
     assert missing(PHI_4, tmp_path) == [MODEL]
     for revision in ("v2", "0123abcd"):

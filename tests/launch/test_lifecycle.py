@@ -1,6 +1,4 @@
-"""Starting without a run's processes: what is started, and what an interrupted start leaves
-behind.
-"""
+"""What is started, and what an interrupted start leaves behind, without processes."""
 
 from __future__ import annotations
 
@@ -28,10 +26,14 @@ from tests.support.problems import refused, rejected
 class Recording(Executor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
+    def __init__(self, *, takes_over: bool = True, interrupted: bool = False) -> None:
+        self._takes_over, self._interrupted = takes_over, interrupted
+
     def start(self, run: RunDirectory, attempt: int) -> Any:
         self.run = run
         self.launch = read_launch(run, attempt)
-        self.take_over(attempt)
+        if self._takes_over:
+            self.take_over(attempt)
         return self
 
     def take_over(self, attempt: int) -> None:
@@ -42,23 +44,9 @@ class Recording(Executor):
         write_state(self.run, found)
 
     def poll(self) -> int | None:
+        if self._interrupted:
+            raise KeyboardInterrupt
         return None
-
-
-class Interrupted(Recording):
-    """The user interrupts the start, before or (``too_late``) after the supervisor has written its
-    first state.
-    """
-
-    def __init__(self, *, too_late: bool) -> None:
-        self._too_late = too_late
-
-    def take_over(self, attempt: int) -> None:
-        if self._too_late:
-            super().take_over(attempt)
-
-    def poll(self) -> int | None:
-        raise KeyboardInterrupt
 
 
 class Unreadable(Recording):
@@ -122,7 +110,7 @@ def test_resume_onto_a_full_disk_leaves_no_attempt(
 
 def test_interrupted_start_is_undone(tmp_path: Path, launch: Launch) -> None:
     for too_late in (False, True):
-        executor = Interrupted(too_late=too_late)
+        executor = Recording(takes_over=too_late, interrupted=True)
         with pytest.raises(KeyboardInterrupt):
             start(launch, runs_dir=tmp_path, executor=executor)
         assert len(list(tmp_path.glob("*/spec.json"))) == too_late

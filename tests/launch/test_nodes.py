@@ -1,6 +1,4 @@
-"""Runs on several nodes, without nodes: numbers, addresses, what supervisors tell each other, and
-which network NCCL names.
-"""
+"""Runs on several nodes, without nodes: what supervisors tell each other, and networks."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ def test_slurm_says_which_node_this_is() -> None:
     assert host.nodes_of_job(JOB) == SECOND
     assert SECOND.init_method == "tcp://10.0.0.7:12003"
     assert replace(SECOND, address="fd00::1").init_method == "tcp://[fd00::1]:12003"
-    assert (
-        host.nodes_of_job({"SLURM_NNODES": "1", "SLURM_NODEID": "0"})
-        == host.ALONE
-        == host.nodes_of_job({})
-    )
+    for job in ({}, {"SLURM_NNODES": "1", "SLURM_NODEID": "0"}):
+        assert host.nodes_of_job(job) == host.ALONE
 
 
 def test_deepspeed_gets_the_gpus_of_each_node() -> None:
@@ -81,13 +76,6 @@ def test_only_ranks_of_one_host_keep_to_loopback_and_one_cache() -> None:
     assert str(two["TORCH_EXTENSIONS_DIR"]).startswith("/home/me/")
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def tell(run: RunDirectory, node: int, state: nodes.NodeState) -> None:
     write_run_json(run, run.node_path(1, node), state)
 
@@ -101,17 +89,14 @@ def three_nodes(tmp_path: Path) -> RunDirectory:
 
 def test_a_silent_node_is_lost(three_nodes: RunDirectory) -> None:
     """It has time for its first sign."""
-    clock = Clock()
-    others, late = (
-        nodes.OtherNodes(three_nodes, 1, 3, clock),
-        nodes.OtherNodes(three_nodes, 1, 2, clock),
-    )
-    clock.now = nodes.FIRST_SIGN_S
+    now = [0.0]
+    others, late = (nodes.OtherNodes(three_nodes, 1, count, lambda: now[0]) for count in (3, 2))
+    now[0] = nodes.FIRST_SIGN_S
     assert late.cause(60) is None
-    clock.now += 1
+    now[0] += 1
     assert late.cause(60) is not None
     for beat in range(5):
-        clock.now += 30
+        now[0] += 30
         for node in (1, 2) if beat < 2 else (1,):
             tell(three_nodes, node, nodes.NodeState(host=f"n{node}", heartbeat=beat))
         others.poll()

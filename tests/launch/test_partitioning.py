@@ -1,6 +1,4 @@
-"""A script partitions cache and memory bandwidth within the limits of the hardware, and takes it
-back.
-"""
+"""A script partitions cache and memory bandwidth within limits, and takes it back."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from msgspec.structs import replace
 from so_tui.commands import mpam
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
-from so_tui.plan.plan import RankBinding
 from tests.support.machines import superchips
 from tests.support.problems import rejected
 from tests.support.sysroots import build_files
@@ -54,20 +51,12 @@ def grace(tmp_path_factory: pytest.TempPathFactory) -> mpam._Resctrl:
     return read(tree(tmp_path_factory.mktemp("grace")))
 
 
-def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
-    return bind_ranks(superchips(chips), chips, cpu_adam_cores_fraction=fraction)
+def bindings(chips: int = 1) -> Binding:
+    return bind_ranks(superchips(chips), chips, cpu_adam_cores_fraction=0.9)
 
 
 def schemata(found: mpam._Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
     return [partition.schemata for partition in mpam._partitions(found, bindings(chips), "node7")]
-
-
-def test_the_published_example_follows_from_the_tree(grace: mpam._Resctrl) -> None:
-    found = mpam._partitions(grace, bindings(fraction=65 / 72), "node7")
-    assert [(part.role, part.cpus, part.schemata) for part in found] == [
-        ("main", tuple(range(7)), ("MB:1=100", "L3:1=ff0")),
-        ("adam", tuple(range(7, 72)), ("MB:1=20", "L3:1=f")),
-    ]
 
 
 def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
@@ -86,8 +75,7 @@ def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
     ("limits", "adam"),
     [
         ({"bandwidth_step": 10, "least_bandwidth": 10}, ("MB:1=20", "L3:1=f")),  # Intel
-        ({"bandwidth_step": 15}, ("MB:1=30", "L3:1=f")),
-        ({"least_bandwidth": 40, "bandwidth_step": 10}, ("MB:1=40", "L3:1=f")),
+        ({"least_bandwidth": 40, "bandwidth_step": 15}, ("MB:1=45", "L3:1=f")),
         ({"bandwidth": {1: 2048}}, ("MB:1=410", "L3:1=f")),  # AMD, in eighths of a GB/s
         ({"bandwidth": {}}, ("L3:1=f",)),
         ({"caches": {}}, ("MB:1=20",)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from datetime import date
 
 import pytest
 from msgspec.structs import replace
@@ -58,27 +57,18 @@ def test_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int | 
 
 
 def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
-    assert places.source_of(SlurmSpec(partition="gg", site="vista")) == (None, "")
+    """The adapters of a login node say nothing of the compute nodes'."""
+    login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
+    published = found("gg", "vista", here=login).network
+    assert published is not None
+    assert (published.gbit_per_s, "TACC" in published.source) == (400, True)
+    places.remember(cluster, "gg", READ)
+    assert found("gg", "vista", here=login).network == READ.network
     assert places.source_of(SlurmSpec(partition="gh", site="vista")) == (None, "TACC Vista")
     places.remember(cluster, "gh", CPU_ONLY)
     assert replace(found("gh", "vista", here=QUAD), network=None) == CPU_ONLY
     seen, _ = places.source_of(SlurmSpec(partition="gh", site="vista"))
     assert seen == pytest.approx(time.time(), abs=60)
-
-
-@pytest.mark.parametrize("plan", [["plan"], ["plan", "tiny"]])
-def test_plan_says_what_its_machine_is_known_from(
-    plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    today = date.today()
-    main([*plan, "--partition", "gh"])
-    assert "so-tui run tiny --partition gh" in capsys.readouterr().out
-    places.remember(cluster, "gh", QUAD)
-    main([*plan, "--partition", "gh"])
-    told = capsys.readouterr().out
-    assert any(str(day) in told for day in (today, date.today()))  # it may be midnight
-    main([*plan, "--partition", "gh", "--machine", "gh200-480"])
-    assert "partition gh" not in capsys.readouterr().out
 
 
 def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
@@ -126,17 +116,6 @@ def test_clusters_of_one_home_are_kept_apart(cluster: str, monkeypatch: pytest.M
     assert found("normal").hostname == "theirs"
     monkeypatch.setattr(client, "cluster_name", lambda: cluster)
     assert found("normal", here=QUAD) == CPU_ONLY
-
-
-def test_profile_says_how_fast_until_a_job_has_seen(cluster: str) -> None:
-    """The adapters of a login node say nothing of the compute nodes'."""
-    login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
-    published = found("gg", "vista", here=login).network
-    assert published is not None
-    assert published.gbit_per_s == 400
-    assert "TACC" in published.source
-    places.remember(cluster, "gg", READ)
-    assert found("gg", "vista", here=login).network == READ.network
 
 
 def test_measured_network_counts_most(cluster: str) -> None:

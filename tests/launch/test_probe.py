@@ -107,15 +107,9 @@ def test_the_loads_peak_ends_where_training_begins() -> None:
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
-    wishes = {
-        "checkpoint.every_steps": "5",
-        "checkpoint.every_minutes": "0.01",
-        "checkpoint.export": "true",
-        "tracking.wandb": "true",
-        "tracking.tensorboard": "true",
-        "data.evaluation_split": "test",
-        "data.subset": "main",
-    }
+    wishes = {"checkpoint.every_steps": "5", "checkpoint.every_minutes": "0.01"}
+    wishes |= dict.fromkeys(("checkpoint.export", "tracking.wandb", "tracking.tensorboard"), "true")
+    wishes |= {"data.evaluation_split": "test", "data.subset": "main"}
     spec = make_plan(with_values(SPEC, wishes), H200).spec
     short = probing.probe_spec(spec, "random")
     tracking, data, saved = short.tracking, short.data, short.checkpoint
@@ -125,9 +119,8 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
     assert (saved.every_steps, saved.every_minutes, saved.at_end, saved.export) == (0, 0, 0, 0)
     assert (short.model.weights, data.source) == ("random", "builtin:tiny/rows.jsonl")
     assert data.packing
-    assert not probing.probe_spec(
-        with_values(spec, {"data.packing": "false"}), "random"
-    ).data.packing
+    unpacked = with_values(spec, {"data.packing": "false"})
+    assert not probing.probe_spec(unpacked, "random").data.packing
     own = probing.probe_spec(with_values(spec, {"model.weights": "pretrained"}), "spec")
     assert (own.model.weights, own.data.source) == ("pretrained", spec.data.source)
 
@@ -144,7 +137,6 @@ def test_prediction_is_compared_figure_by_figure() -> None:
     )
     probe = probe_with(workload, predicted, actual, plan)
     errors = {name: error for name, _, _, error in probing.compared(probe)}
-    assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
     assert "gpu_device_gib" not in errors
@@ -202,9 +194,7 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
     ids=["within", "above", "mixed"],
 )
 def test_steps_above_the_limit_are_predicted_apart(kept: tuple[int, ...], held_back: int) -> None:
-    """The engine counts the steps that it kept, from the start of the run. After four that it could
-    not keep it does not try.
-    """
+    """The engine counts the steps that it kept; after four that it could not, it stops trying."""
     clipped = {"train.gradient_clipping": "1", "offload.speculation": "on"}
     counted = {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
     plan = make_plan(with_values(SPEC, ON_HOST | clipped | counted), H200)

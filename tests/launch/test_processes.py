@@ -66,10 +66,8 @@ def recorded(pid: int) -> Process:
 def test_process_before_exec_is_known(
     argv: Sequence[str], young: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if nobody looks for long: a supervisor on a busy host may not run for seconds, and a
-    launcher that it takes for something else is never missed. What has no command line yet is
-    looked at again however old it is, as a process while its program is loaded; a shell without a
-    name stands for it.
+    """Even if nobody looks for long: a launcher that is taken for something else is never missed. A
+    shell without a name stands for a program that is being loaded, however old it is.
     """
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9 if young else 0)
     with started(*argv, executable="/bin/sh") as process:
@@ -85,9 +83,7 @@ def test_process_before_exec_is_known(
 
 
 def test_an_alert_command_is_no_process_of_the_run() -> None:
-    """Although it was seen before its environment: a program has none while it is loaded. It is
-    neither waited for nor ended with the run, and nothing was lost.
-    """
+    """Although it was seen before its environment, which it lacks while it is loaded."""
     script = "read line; exec env SO_TUI_ALERT_KIND=loss sleep 60"
     with started("sh", "-c", script) as process:
         tree = processes.ProcessTree(NO_MARKS, os.getpid())
@@ -136,11 +132,8 @@ def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
 def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
     run, kill = RunDirectory(tmp_path), os.kill
-    with (
-        started("sleep", "60", run=tmp_path) as first,
-        started("sleep", "60", run=tmp_path) as second,
-        monkeypatch.context() as patch,
-    ):
+    sleep = ("sleep", "60")
+    with started(*sleep, run=tmp_path) as first, started(*sleep, run=tmp_path) as second:
 
         def refuse(pid: int, signum: int) -> None:
             if pid == first.pid:
@@ -151,9 +144,10 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
             wait_for_environment(process.pid)
         tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
         tree.scan(thorough=True)
-        patch.setattr(os, "kill", refuse)
-        with pytest.raises(PermissionError):
-            tree.signal(signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            with pytest.raises(PermissionError):
+                tree.signal(signal.SIGKILL)
         assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
         assert first.poll() is None
 
@@ -169,12 +163,10 @@ WORKER = ("python", "-P", "/lib/superoffload/worker.py", "3")
     ("argv", "parent", "role"),
     [
         (RUNNER, None, "runner"),
-        (RUNNER, "runner", "other"),
         (LAUNCHER, "runner", "launcher"),
         (LAUNCHER, "launcher", "other"),
         (("dpkg", "-l", "numactl"), "launcher", "other"),
         (RANK, "launcher", "rank"),
-        (RANK, None, "rank"),
         (RANK, "rank", "other"),
         (SPAWNED, "rank", "adam"),
         (WORKER, "rank", "adam"),
@@ -192,7 +184,6 @@ STARTER, TERM = -1, signal.SIGTERM
     ("codes", "wanted"),
     [
         ({0: -TERM, 1: 1}, 1),  # the launcher ends the others once a rank has failed
-        ({0: 128 + TERM, 1: 1}, 1),
         ({0: -TERM, 1: -signal.SIGSEGV}, 1),
         ({0: 1, 1: -signal.SIGKILL}, 1),  # the others fail because they wait for it
         ({0: -TERM, 1: None}, 1),
@@ -212,9 +203,7 @@ def test_cause_is_not_what_followed(codes: dict[int, int | None], wanted: int) -
 
 
 def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later
-    that the process began later.
-    """
+    """Here the kernel is imitated: it says later that the process began later."""
 
     def later(pid: int) -> Stat | None:
         stat = read_stat(pid)
@@ -252,44 +241,6 @@ def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.Monke
     assert ended == [seen[0]]
     assert list(tree.gone) == [seen[0], *seen[-2:]]
     assert [tree.gone.get(process) for process in seen] == [3, None, None, 3, 3]
-
-
-SUBREAPER = """
-import os, subprocess, time
-import psutil
-from so_tui.launch.supervisor.processes import ProcessTree, become_subreaper, reap_orphans
-
-def states():
-    return [child.status() for child in psutil.Process().children()]
-
-def wait_for(count):
-    while states().count(psutil.STATUS_ZOMBIE) < count:
-        time.sleep(0.01)
-
-become_subreaper()
-own = subprocess.Popen(["sh", "-c", "read line; exit 5"], stdin=subprocess.PIPE)
-tree = ProcessTree(frozenset({"MARK=none"}), os.getpid())
-tree.scan()
-for turn in range(3):
-    subprocess.run(["sh", "-c", "sh -c exit & sh -c exit & exit"], check=True)
-    wait_for(2)
-    tree.scan()
-    reap_orphans({own.pid, None})
-print(len(states()) - 1, len(tree.gone))
-own.stdin.close()
-wait_for(1)
-tree.scan()
-reap_orphans({own.pid, None})
-print(own.wait(), list(tree.gone.values()))
-reap_orphans(set())
-print(states())
-"""
-
-
-def test_orphans_are_reaped_and_children_are_not() -> None:
-    argv = [sys.executable, "-c", SUBREAPER]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert done.stdout.splitlines() == ["0 0", "5 [5]", "[]"], done.stderr
 
 
 def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:

@@ -1,6 +1,4 @@
-"""Samples of this host, of other machines' files, and of GPUs; where the processes of a run and
-their memory are, and how much they had at most, as the kernel says.
-"""
+"""Samples of hosts and GPUs; where the processes of a run and their memory are."""
 
 from __future__ import annotations
 
@@ -109,20 +107,14 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
 
 
 def test_other_processes_that_compute_are_named() -> None:
-    program = "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nprint(flush=True)\n"
-    argv = [sys.executable, "-c", f"{program}while True: pass"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
-        try:
-            assert child.stdout is not None
-            child.stdout.readline()
-            loads, found = ProcessLoads(), list[ForeignProcess]()
-            assert loads.read() == (), "a first reading has nothing to compare with"
-            deadline = time.monotonic() + LIMIT_S
-            while not found and time.monotonic() < deadline:
-                found = [load for load in loads.read() if load.pid == child.pid]
-            others = {load.pid for load in loads.read(without={child.pid})}
-        finally:
-            child.kill()
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, b'a (b) c')"
+    with waiting(name, then="while True: pass") as child:
+        loads, found = ProcessLoads(), list[ForeignProcess]()
+        assert loads.read() == (), "a first reading has nothing to compare with"
+        deadline = time.monotonic() + LIMIT_S
+        while not found and time.monotonic() < deadline:
+            found = [load for load in loads.read() if load.pid == child.pid]
+        others = {load.pid for load in loads.read(without={child.pid})}
     assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
     assert found[0].cores >= 0.1
     assert found[0].cpu in sampling._read_cpu_times()
@@ -148,9 +140,7 @@ def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
 
 
 def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor closes its sampler before it concludes how the run ended, perhaps because this
-    GPU was lost.
-    """
+    """How the run ended is concluded later, perhaps that this GPU was lost."""
     imitate_nvml(monkeypatch, nvmlInit=None)
     sampler = sampling.GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
@@ -242,9 +232,8 @@ def test_gpus_of_amd_are_sampled_from_their_drivers_files(tmp_path: Path) -> Non
         clock_mhz=2100,
         temperature_c=61,
     )
-    for content in ("", "N/A\n", "\x00" * 9, "1e3\n"):
-        build_files({f"{device}/gpu_busy_percent": content}, root)
-        assert sampled(root).gpus[1] == replace(measured, busy_percent=None)
+    build_files({f"{device}/gpu_busy_percent": "N/A\n"}, root)
+    assert sampled(root).gpus[1] == replace(measured, busy_percent=None)
 
 
 def test_oom_kills_are_of_the_cgroup_or_host(tmp_path: Path) -> None:
@@ -294,26 +283,26 @@ def test_cores_other_than_planned_or_fewer_are_misplaced(
 
 def test_the_share_of_memory_on_the_right_node() -> None:
     assert BINDING.memory_policy.nodes == (1,)
-    assert sampling.share_on_nodes(RIGHT, (1,)) == 0.99
-    assert sampling.share_on_nodes(replace(RIGHT, node_bytes={0: 5}), (1,)) == 0.0
-    assert sampling.share_on_nodes(replace(RIGHT, node_bytes={}), (1,)) is None
+    wrong, unknown = replace(RIGHT, node_bytes={0: 5}), replace(RIGHT, node_bytes={})
+    shares = [sampling.share_on_nodes(each, (1,)) for each in (RIGHT, wrong, unknown)]
+    assert shares == [0.99, 0.0, None]
     assert sampling.share_on_nodes(RIGHT, ()) is None  # any node will do
-    assert (
-        sampling.share_on_nodes(replace(RIGHT, node_bytes={0: 5}), ()) == 1.0
-    )  # a host with one node
+    assert sampling.share_on_nodes(wrong, ()) == 1.0  # a host with one node
 
 
 @contextmanager
-def waiting(program: str = "") -> Iterator[Process]:
+def waiting(program: str = "", then: str = "input()") -> Iterator[Process]:
     """Have a process run a program, and wait then."""
-    argv = [sys.executable, "-c", f"{program}\nprint(flush=True); input()"]
+    argv = [sys.executable, "-c", f"{program}\nprint(flush=True)\n{then}"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         process = identify(child.pid, "rank")
         assert process is not None
-        yield replace(process, rank=3)
-        child.kill()
+        try:
+            yield replace(process, rank=3)
+        finally:
+            child.kill()
 
 
 def test_a_real_process_is_found_where_it_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,9 +343,7 @@ def test_memory_that_was_given_back_is_remembered() -> None:
 
 
 def test_what_processes_share_counts_once(tmp_path: Path) -> None:
-    """Each rank's arena once, though a rank touched less of it than its worker; the libraries
-    once.
-    """
+    """Each rank's arena, though its worker touched more of it, and the libraries."""
     for rank, worker in zip(RANKS, WORKERS, strict=True):
         status(tmp_path, rank, 5_000 + 1_000 + 40_000, 1_000, 40_000)
         status(tmp_path, worker, 10 + 5 + 50_000, 5, 50_000)
@@ -365,9 +352,7 @@ def test_what_processes_share_counts_once(tmp_path: Path) -> None:
 
 
 def test_memory_that_moves_between_processes_is_not_added(tmp_path: Path) -> None:
-    """The weights of a rank pass through its memory before the Adam worker touches its states;
-    shared memory stays counted once when a process lets go of it.
-    """
+    """A rank's weights, and shared memory when one of its processes lets go of it."""
     water, (rank, worker) = sampling._HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank, 10_000, 1_000)
     assert water.read([rank], tmp_path) == 10_000 << 20

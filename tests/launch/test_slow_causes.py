@@ -203,9 +203,7 @@ def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:
 
 
 def test_steps_that_were_redone_are_none() -> None:
-    """At the start of training, the gradient norm often exceeds its limit; half of these steps take
-    twice as long for it.
-    """
+    """When training starts, the norm often exceeds its limit: steps take twice as long."""
     watching = slowness.SlowWatch(plan(), MACHINE, attempt=1)
     for step, (second, _) in enumerate(lasting((900, 4.5))):
         step_s, redone = 6.0 if step % 3 else 3.0, step - step // 3
@@ -234,18 +232,13 @@ def test_fast_steps_are_thinned_out() -> None:
     assert watching.found is not None
 
 
-def test_every_cause_has_words_and_what_helps() -> None:
-    def slowed(code: str, seconds: float = 1.0, count: int = 1) -> Slowdown:
-        cause = Cause(code=code, seconds=seconds, measured=seconds, planned=-seconds)
-        return Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,) * count)
-
-    codes = tuple(slowness._REMEDIES)
-    assert all(slowness._cause_text(slowed(code).causes[0]) for code in codes)
-    remedies = {slowness.slowdown_remedy(slowed(code)) for code in codes}
-    assert len(remedies) == len(codes)
-    assert slowness.slowdown_remedy(slowed("moon")) not in remedies
-    for hostile in (slowed("moon", count=100_000), slowed("adam", 1e300, 100_000)):
-        assert len(slowness.slowdown_text(hostile)) < 1000
+def test_every_cause_has_words_that_are_few() -> None:
+    """Also for those of a newer version, or of somebody else's file."""
+    for code in (*slowness._REMEDIES, "moon"):
+        cause = Cause(code=code, seconds=1e300, measured=1e300, planned=-1e300)
+        slow = Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,) * 100_000)
+        assert slowness.slowdown_remedy(slow)
+        assert 10 < len(slowness.slowdown_text(slow)) < 1000
 
 
 # The noise of the steps which ``benchmarks/results`` has one by one: of our engine, of others and
@@ -259,9 +252,7 @@ LEAST_WARMUP = 2
 
 
 def measured_runs() -> Iterator[list[float]]:
-    """Yield the steps after the warm-up of each run, as multiples of their median, in their
-    order.
-    """
+    """Yield each run's steps after the warm-up, in multiples of their median."""
     for name in NAMES:
         found: Any = json.loads((RESULTS / f"{name}.json").read_text())
         for row in found if isinstance(found, list) else found["rows"]:
@@ -272,9 +263,7 @@ def measured_runs() -> Iterator[list[float]]:
 
 
 def noisy(usual_s: float, hours: int) -> Iterator[tuple[float, float]]:
-    """Yield steps that usually take so many seconds, with the noise of runs drawn at random, one
-    after the other.
-    """
+    """Yield steps of usually so many seconds, with the noise of runs drawn at random."""
     chance, runs, now = random.Random(19), list(measured_runs()), 0.0
     while now < hours * 3600:
         for noise in chance.choice(runs):

@@ -1,6 +1,4 @@
-"""Runs under the real supervisor and the real ``deepspeed`` launcher: every end has its true cause,
-and no process is left.
-"""
+"""Under the real supervisor and launcher every end has its true cause and leaves nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ from tests.support.fake_runs import (
     ended,
     kill,
     process_of,
-    release,
     roles,
     wait_for,
     wait_for_end_of,
@@ -48,38 +45,23 @@ pytestmark = pytest.mark.slow
 
 WITHIN_S = 30.0
 """Seconds between a death and the final state; this machine may be busy."""
-WRITTEN = ("ds_config.json", "launch.json", "command.json")
 
 
 def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
-    """No process known before lives, none on the host carries the run's mark, and its shared memory
-    is gone.
-    """
+    """No known or marked process of the run lives, and its shared memory is gone."""
     marked = OwnProcesses().carry(frozenset({f"SO_TUI_RUN={run.path}"}))
     return not (any(map(alive, before.processes)) or marked or shared_memory_of(run, before))
 
 
 def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
-    """The shared memory that is named by processes of a run. An earlier process with the same pid
-    may have left some under another name.
-    """
+    """Return the shared memory that is named by a run and its processes; pids are reused."""
     names = (f"/dev/shm/torch_{process.pid}_{run.path.name}" for process in state.processes)
     return [path for path in map(Path, names) if path.exists()]
-
-
-def files_of(run: RunDirectory, attempt: int) -> set[str]:
-    return {path.name for path in run.attempt_dir(attempt).iterdir()}
 
 
 def supervisor_of(state: RunState) -> Process:
     assert state.supervisor is not None
     return state.supervisor
-
-
-def left_alone(run: RunDirectory, before: RunState) -> None:
-    """Kill the supervisor of a run."""
-    kill(supervisor_of(before))
-    wait_for_end_of(supervisor_of(before))
 
 
 def wait_for_training(run: RunDirectory, attempt: int) -> RunState:
@@ -90,16 +72,6 @@ def wait_for_training(run: RunDirectory, attempt: int) -> RunState:
     )
 
 
-def wait_for_takeover(run: RunDirectory, before: RunState, beats: int) -> RunState:
-    """Wait until another supervisor has looked so many times more."""
-    return wait_for(
-        run,
-        lambda state: (
-            state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + beats
-        ),
-    )
-
-
 def problems_of_resume(
     run: RunDirectory, machine: Machine, values: dict[str, str] | None = None
 ) -> list[tuple[str, str]]:
@@ -107,25 +79,6 @@ def problems_of_resume(
     with pytest.raises(InputError) as caught:
         prepare_resume(run, machine, values=values)
     return [(problem.code, problem.field) for problem in caught.value.problems]
-
-
-@pytest.mark.parametrize("manners", ["steps=15 held"])
-def test_a_run_to_its_end(runs: Runs) -> None:
-    run = runs.start()
-    first = read_state(run)
-    assert first.state == "starting"
-    middle = wait_for(run, lambda state: state.step >= 2)
-    release(run)
-    assert {process.rank for process in middle.processes if process.role == "rank"} == {0, 1}
-    last = wait_for(run, ended)
-    assert (last.state, last.exit_code) == ("finished", 0)
-    assert last.step == last.total_steps == last.saved_step == 15
-    wait_for_end_of(supervisor_of(middle))  # its files are read
-    assert last.heartbeat > middle.heartbeat > first.heartbeat
-    assert nothing_is_left(run, middle)
-    assert {*WRITTEN, f"output.{last.host}.log"} <= files_of(run, 1)
-    assert "rank 1 of 2" in run.log_path(1, last.host).read_text()
-    assert any(run.samples_dir(last.host).iterdir())
 
 
 def test_the_end_waits_for_no_launcher_whose_ranks_have_ended(runs: Runs) -> None:
@@ -170,24 +123,6 @@ def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, code: Ou
     assert nothing_is_left(run, before)
 
 
-@pytest.mark.parametrize("manners", ["crash"])
-def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
-    run = runs.start()
-    last = wait_for(run, ended)
-    assert (last.state, last.code) == ("failed", OutcomeCode.UNEXPECTED)
-    assert last.reason == "RuntimeError: the loss is a teapot"
-    assert not list(Path("/dev/shm").glob(f"torch_*_{run.path.name}"))
-
-
-def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
-    run, before = runs.training()
-    last = stop(run, grace_s=30)
-    assert (last.state, last.exit_code) == ("stopped", 4)
-    assert last.saved_step == last.step
-    assert nothing_is_left(run, before)
-    assert stop(run, grace_s=30) == last
-
-
 @pytest.mark.parametrize("manners", ["stubborn deaf"])
 def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
     run, before = runs.training()
@@ -227,33 +162,26 @@ def test_it_is_resumed_with_other_settings_and_keeps_those(runs: Runs, machine: 
     assert read_state(run).state == "stopped"
 
 
+@pytest.mark.parametrize("manners", ["orphans"])
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:
+    """Which tells a later death."""
     run, before = runs.training()
-    left_alone(run, before)
+    kill(supervisor_of(before))
+    wait_for_end_of(supervisor_of(before))
     ranks = [process for process in before.processes if process.role == "rank"]
     assert all(alive(process) for process in ranks)
     assert ensure_supervised(run)
     ensure_supervised(run)  # a second look at the same time must not make a second supervisor
-    after = wait_for_takeover(run, before, beats=3)
+    wait_for(run, lambda state: state.supervisor != before.supervisor)
+    after = wait_for(run, lambda state: state.heartbeat > before.heartbeat + 3)
     assert after.attempt == 1
     assert after.step > before.step
     assert {process.pid for process in ranks} <= {process.pid for process in after.processes}
     assert not ensure_supervised(run)
-    last = stop(run, grace_s=30)
-    assert last.state == "stopped"
-    assert nothing_is_left(run, after)
-
-
-@pytest.mark.parametrize("manners", ["orphans"])
-def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
-    run, before = runs.training()
-    left_alone(run, before)
-    ensure_supervised(run)
-    wait_for_takeover(run, before, beats=1)  # it must have seen the launcher alive
     kill(process_of(before, "launcher"))
     last = wait_for(run, ended, timeout_s=WITHIN_S)
     assert (last.state, last.code) == ("failed", OutcomeCode.LAUNCHER_LOST)
-    assert nothing_is_left(run, before)
+    assert nothing_is_left(run, after)
 
 
 def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
@@ -312,7 +240,8 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     assert stop_request(one) is None
     again = wait_for_training(one, 2)
     assert (again.started, again.ended, again.earlier_s) == (stopped.started, None, stopped.took_s)
-    assert files_of(one, 2) >= {*WRITTEN}
+    written = {path.name for path in one.attempt_dir(2).iterdir()}
+    assert written >= {"ds_config.json", "launch.json", "command.json"}
     request_stop(two)
     assert stop(one, grace_s=30).attempt == 2
     assert wait_for(two, ended).state == "stopped"
@@ -322,24 +251,21 @@ STARTS = """
 import sys, time
 from pathlib import Path
 from msgspec.structs import replace
-from so_tui.launch.lifecycle import start
-from so_tui.launch.launch import prepare
 from so_tui.machine import inspect_machine
 from so_tui.spec import find_preset
-
-machine = replace(inspect_machine(), gpus=())
-launch = prepare(find_preset("tiny").spec, machine, force=True)
-print(start(launch, runs_dir=Path(sys.argv[1])).path, flush=True)
+from tests.support.fake_runs import Runs
+Runs(Path(sys.argv[1]), find_preset("tiny").spec, replace(inspect_machine(), gpus=())).start()
 time.sleep(600)
 """
 
 
 def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs) -> None:
     argv = [sys.executable, "-c", STARTS, str(runs.folder)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as program:
-        assert program.stdout is not None
-        run = RunDirectory(Path(os.fsdecode(program.stdout.readline().strip())))
+    with subprocess.Popen(argv, start_new_session=True) as program:
+        wait_until(lambda: list(runs.folder.glob("*/rank0.pid")))
         os.killpg(program.pid, signal.SIGKILL)
+    (path,) = runs.folder.iterdir()
+    run = RunDirectory(path)
     runs.adopt(run)
     wait_for(run, lambda state: state.step >= 2)
     assert stop(run, grace_s=30).state == "stopped"
@@ -357,9 +283,7 @@ def test_failed_start_leaves_nothing(
 
 @pytest.mark.parametrize("manners", ["forks"])
 def test_the_supervisor_is_light(runs: Runs) -> None:
-    """While the run trains. Before its ranks are seen it looks five times as often, for the seconds
-    that they take to start. It keeps no zombies.
-    """
+    """While the run trains; before, it looks five times as often. It keeps no zombies."""
     run, before = runs.training()
     supervisor = psutil.Process(supervisor_of(before).pid)
     began = time.time()
@@ -411,9 +335,7 @@ def test_moved_run_keeps_its_supervisor_until_back(runs: Runs) -> None:
 
 
 def test_rank_end_is_seen_though_children_are_ignored(runs: Runs) -> None:
-    """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them,
-    until one of them changes that.
-    """
+    """DeepSpeed's launcher cannot tell how its ranks ended until somebody changes that."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         run = runs.start()
@@ -429,9 +351,7 @@ def test_rank_end_is_seen_though_children_are_ignored(runs: Runs) -> None:
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer attempt", "other supervisor"])
 def test_superseded_supervisor_leaves(newer: bool, runs: Runs) -> None:
-    """It was cut off for so long that another attempt began: it ends its own processes and writes
-    nothing more.
-    """
+    """It was cut off while another attempt began: it ends its processes and writes nothing."""
     run, state = runs.training()
     mine = supervisor_of(state)
     other = replace(mine, pid=1 << 21)

@@ -1,6 +1,4 @@
-"""Who may start an attempt, that it starts once, and states that the supervisor writes without
-ever starting a process.
-"""
+"""Who may start an attempt, and what a supervisor records without any process."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.launch import prepare, read_launch, write_launch
+from so_tui.launch.checks import quick_checks
+from so_tui.launch.launch import read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
 from so_tui.launch.supervisor import run as run_module
 from so_tui.launch.supervisor.ending import Outcome
@@ -30,18 +29,18 @@ from so_tui.plan import remedies
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.lock import RunLock
+from so_tui.runs.lock import RunLock, run_lock
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import write_state, write_state_even_if_full
 from so_tui.settings_file import change_settings
-from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, NotOwnError
+from tests.support.launching import prepared_run
+from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refused, rejected
 from tests.support.records import append_records, step_record
-from tests.support.supervising import prepared_run
 from tests.support.waiting import running, wait_until
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -51,9 +50,7 @@ RANK_LOST = Outcome(code=OutcomeCode.RANK_LOST, who="rank", rank=0)
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the signals of the test process alone, and its children, which a supervisor in this
-    process would take for the run's.
-    """
+    """Keep the test process's signals, and its children, which are not the run's."""
     monkeypatch.setattr("so_tui.launch.supervisor.host.Host.install_signals", lambda _: None)
     monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", set)
 
@@ -92,21 +89,38 @@ def followed_by(
     monkeypatch.setattr(host.Host, "running", runs)
 
 
-@pytest.mark.parametrize("forced", [False, True])
-def test_a_run_is_forced_if_its_launch_was(forced: bool, run: RunDirectory) -> None:
-    """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays
-    forced on resume.
-    """
-    write_launch(run, 1, replace(read_launch(run, 1), forced=forced))
-    assert supervisor_of(run)._state.forced == forced
-
-
 def test_uninspectable_machine_fails(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
     assert supervisor_of(run).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
     assert "has no CPUs" in state.reason
+
+
+def test_nothing_starts_on_a_host_without_the_planned_cores(run: RunDirectory) -> None:
+    launch = read_launch(run, 1)
+    cores = (max(launch.machine.online_cpus) + 1,)
+    elsewhere = replace(launch.plan.binding[0], cpus=cores, main_cpus=cores, adam_cpus=cores)
+    write_launch(run, 1, replace(launch, plan=replace(launch.plan, binding=(elsewhere,))))
+    assert supervisor_of(run).watch() == 1
+    assert (read_state(run).state, read_state(run).code) == ("failed", OutcomeCode.HOST_DIFFERS)
+    assert not run.command_path(1).exists()
+
+
+def test_gpu_in_use_is_refused_early_and_by_the_supervisor(tmp_path: Path) -> None:
+    """What counts is who has the lock when the processes are started."""
+    machine = quad_gh200(hostname=socket.gethostname())
+    launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
+    quick_checks(launch)
+    run = prepared_run(launch, tmp_path / "runs")
+    (lock,) = host_check.take_gpus(machine.gpus[:1], "/runs/busy-one")
+    with refused("gpu-in-use"):
+        quick_checks(launch)
+    assert supervisor_of(run).watch() == 1
+    lock.release()
+    state = read_state(run)
+    assert (state.state, state.code) == ("failed", OutcomeCode.GPU_IN_USE)
+    assert f"GPU 0 is used by run busy-one (pid {os.getpid()})" in state.reason
 
 
 def test_the_last_lines_of_a_log_are_read_however_many(
@@ -207,24 +221,6 @@ def test_a_file_system_that_is_away_ends_no_supervision(
     assert asked
 
 
-def test_a_command_that_tells_of_the_end_finds_it_recorded(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = tmp_path / "found"
-    change_settings({"alerts.command": ["/bin/cp", str(run.state_path), str(found)]})
-
-    def slow(*arguments: Any) -> None:
-        with contextlib.suppress(AssertionError):
-            wait_until(found.exists, limit_s=1)
-        write_state_even_if_full(*arguments)
-
-    monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
-    supervisor = supervisor_of(run)
-    supervisor._finish(RANK_LOST)
-    supervisor.announcer.finish()
-    assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
-
-
 def test_a_supervisor_takes_over_on_a_full_disk(
     run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,9 +237,7 @@ def test_a_supervisor_takes_over_on_a_full_disk(
 
 @pytest.fixture(autouse=True)
 def own_umask() -> Iterator[None]:
-    """Give the test process its umask back, which ``supervise`` sets for the process of a
-    supervisor.
-    """
+    """Give the test process its umask back, which ``supervise`` sets."""
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -294,29 +288,39 @@ def test_files_are_checked_again_when_they_are_opened(run: RunDirectory) -> None
     assert caught.value.distrust == Distrust.OTHERS_CAN_WRITE
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o000])
-def test_no_umask_makes_a_run_that_others_can_write(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine, umask: int
+@pytest.mark.parametrize("away", [False, True])
+def test_run_goes_on_before_its_command_ends(
+    away: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.umask(umask)
-    made = prepared_run(prepare(two_ranks, machine, force=True), tmp_path / "runs")
-    assert not [path for path in (made.path, *made.path.rglob("*")) if path.stat().st_mode & 0o022]
-
-
-def test_the_command_that_tells_of_the_end_is_waited_for(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although the lock cannot be given back: a file server may be away just then. A job ends with
-    its supervisor, and the command would end with it.
+    """The job that continues a run is submitted in the last seconds of a job, in which the command
+    that tells of the recorded end may hang. The command is waited for, although the lock cannot be
+    given back: a file server may be away just then, and a job ends with its supervisor.
     """
-    told = tmp_path / "told"
-    script = f"sleep 1; echo told > {told}"
-    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
+    continued, told, found = (tmp_path / name for name in ("continued", "told", "found"))
+    script = f"cp {run.state_path} {found}; until test -e {continued}; do sleep 0.05; done; "
+    script += f"sleep 0.5; mv {continued} {told}"
 
+    def slow(*arguments: Any) -> None:
+        with contextlib.suppress(AssertionError):
+            wait_until(found.exists, limit_s=1)
+        write_state_even_if_full(*arguments)
+
+    monkeypatch.setattr(run_module, "write_state_even_if_full", slow)
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
     monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
-    away = OSError(errno.EIO, os.strerror(errno.EIO))
-    monkeypatch.setattr(RunLock, "release", failing(away))
     monkeypatch.setattr(run_module, "become_subreaper", lambda: None)
-    with pytest.raises(OSError, match=str(away.strerror)):
+
+    def ended() -> None:
+        with run_lock(run) as lock:
+            continued.write_text(f"{read_state(run).state} {'free' if lock else 'locked'}")
+
+    if not away:
+        assert supervise(run, 1, ended=ended) == 1
+        assert told.read_text() == "failed free"
+        assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
+        return
+    continued.touch()
+    monkeypatch.setattr(RunLock, "release", failing(OSError(errno.EIO, "is away")))
+    with pytest.raises(OSError, match="is away"):
         supervise(run, 1)
-    assert told.read_text() == "told\n"
+    assert told.exists()

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.commands.models import _given_sampling
 from so_tui.commands.parser import build_parser
 from so_tui.launch.helper_jobs import ModelProcess, named_model
-from so_tui.runs import RunDirectory, create_run
-from so_tui.spec.generation import Answer, Event, Loaded, Piece, Prompt, Rejected, Sampling, Turn
+from so_tui.runs import create_run
+from so_tui.spec.generation import Sampling
 from tests.support.launching import tiny
 from tests.support.problems import refusal, rejected
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-Answering = TypeVar("Answering", bound=Event)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run with a checkpoint, exported."""
-    from so_tui_trainer.tools.export import _export_run
-    from tests.support.model_checkpoints import run_with_checkpoints
-
-    run = run_with_checkpoints(tmp_path_factory.mktemp("runs"), 5)
-    list(_export_run({"run": str(run.path), "to": str(run.path / "export")}))
-    return run
 
 
 def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,47 +37,13 @@ def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
     assert _given_sampling(build_parser().parse_args(["generate"])) == Sampling()
 
 
-def until(events: Iterator[Event], kind: type[Answering]) -> tuple[Answering, list[Event]]:
-    """Return the first event of a kind, and those before it."""
-    before: list[Event] = []
-    for event in events:
-        if isinstance(event, kind):
-            return event, before
-        before.append(event)
-    raise AssertionError(f"no {kind} in {before}")
+def test_answers_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from so_tui_trainer.tools.export import _export_run
+    from tests.support.model_checkpoints import run_with_checkpoints
 
-
-def test_a_run_answers_beside_its_base_model(trained: RunDirectory) -> None:
-    load = named_model(str(trained.path), base=str(trained.path / "export"), device="cpu")
-    with contextlib.closing(ModelProcess(load)) as process:
-        events = process.events()
-        loaded, _ = until(events, Loaded)
-        models = [(model.side, model.step) for model in loaded.models]
-        assert models == [("tuned", 5), ("base", None)]
-        asked = (Turn("user", "Add 2 and 3."),)
-        sampling = Sampling(temperature=0, max_tokens=6)
-        number = process.ask([Prompt(turns=asked), Prompt(side="base", turns=asked)], sampling)
-        (one, first), (other, second) = until(events, Answer), until(events, Answer)
-        assert {one.side, other.side} == {"tuned", "base"}
-        assert one.text == other.text, "the base model is an export of the same checkpoint"
-        pieces = [event for event in (*first, *second) if isinstance(event, Piece)]
-        for answer in (one, other):
-            own = [piece.text for piece in pieces if piece.side == answer.side]
-            assert "".join(own) == answer.text
-            assert (answer.number, answer.tokens, answer.ended) == (number, 6, "length")
-        assert [piece.side for piece in pieces[:2]] == ["tuned", "base"], "at the same time"
-        process.ask([Prompt(turns=asked)], replace(sampling, max_tokens=32_768))
-        until(events, Piece)
-        process.cancel()
-        assert until(events, Answer)[0].ended == "cancelled"
-        process.ask([Prompt(text="word " * 2000)], sampling)
-        assert until(events, Rejected)[0].problem.code == "prompt-too-long"
-        process.ask([Prompt(text="a")], sampling)
-        until(events, Answer)
-
-
-def test_answers_for_programs(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", str(trained.path / "export"), "--device", "cpu", "--json"]
+    run, model = run_with_checkpoints(tmp_path / "runs", 5), str(tmp_path / "export")
+    list(_export_run({"run": str(run.path), "to": model}))
+    argv = ["generate", model, "--device", "cpu", "--json"]
     assert main([*argv, "--max-tokens", "4", "--prompt", "One.", "--prompt", "Two."]) == 0
     found = valid("generate", capsys.readouterr().out)
     assert [answered["prompt"] for answered in found["prompts"]] == ["One.", "Two."]

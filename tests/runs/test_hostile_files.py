@@ -1,6 +1,4 @@
-"""Files of a run that anybody may have written: readers skip what is wrong with them, in bounded
-time and memory.
-"""
+"""Readers skip what is wrong with files of a run, in bounded time and memory."""
 
 from __future__ import annotations
 

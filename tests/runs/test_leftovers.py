@@ -1,6 +1,4 @@
-"""Which shared memory is a run's leftover: only what surely belongs to one of its ended
-processes.
-"""
+"""Only shared memory that surely belonged to an ended process of a run is removed."""
 
 from __future__ import annotations
 
@@ -75,34 +73,6 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
         assert remove_leftovers([ended], tmp_path) == ()
         mapped.close()
     assert remove_leftovers([ended], tmp_path) == (path,)
-
-
-IN_MOUNTS = """
-import os, subprocess, sys
-from pathlib import Path
-from so_tui.runs.listing import remove_leftovers
-from so_tui.runs.records import Process
-folder, pid, start_time = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-for name in ("shared", "elsewhere"):
-    (folder / name).mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "none", folder / name], check=True)
-left = folder / "shared" / f"torch_{pid}_1_0"
-left.touch()
-other = (folder / "elsewhere" / "other").open("w")
-assert os.fstat(other.fileno()).st_ino == left.stat().st_ino
-assert remove_leftovers([Process(pid=pid, start_time=start_time)], folder / "shared") == (left,)
-"""
-
-
-def test_same_inode_elsewhere_is_another_file(tmp_path: Path, ended: Process) -> None:
-    """Two new file systems number their first files alike. (Mounts need a name space of one's own,
-    which not every container allows.)
-    """
-    inside = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("this container allows no name spaces")
-    of_process = (str(ended.pid), str(ended.start_time))
-    subprocess.run([*inside, sys.executable, "-c", IN_MOUNTS, tmp_path, *of_process], check=True)
 
 
 def test_links_pipes_folders_and_other_users_files_stay(tmp_path: Path, ended: Process) -> None:

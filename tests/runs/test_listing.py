@@ -7,10 +7,9 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from so_tui.runs import (
     delete_run,
     find_run,
     list_runs,
-    new_attempt,
     read_spec,
     read_state,
     write_state,
@@ -34,6 +32,7 @@ from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.files import is_shared
+from tests.support.hostile_files import full_disk
 from tests.support.named_runs import named_run
 from tests.support.problems import refusal, rejected
 from tests.support.records import change_state
@@ -45,18 +44,13 @@ def test_unreadable_run_hides_no_other(
 ) -> None:
     good, bad = create_run(spec), create_run(spec)
 
-    def fail_for_bad(name: str) -> None:
-        plain = getattr(os, name)
+    def failing(plain: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).startswith(str(bad.path)):
+            raise OSError(failure, os.strerror(failure), str(path))
+        return plain(path, *arguments, **options)
 
-        def failing(path: Any, *arguments: Any, **options: Any) -> Any:
-            if str(path).startswith(str(bad.path)):
-                raise OSError(failure, os.strerror(failure), str(path))
-            return plain(path, *arguments, **options)
-
-        monkeypatch.setattr(os, name, failing)
-
-    fail_for_bad("stat")
-    fail_for_bad("open")
+    for name in ("stat", "open"):
+        monkeypatch.setattr(os, name, partial(failing, getattr(os, name)))
     listed = list_runs()
     assert listed[0] == good
     assert (bad in listed) == (failure != errno.EACCES)
@@ -106,13 +100,6 @@ def test_what_the_user_calls_a_run_begins_its_name(
             create_run(spec, tmp_path / "runs", called=text)
         assert "\x1b" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_attempts_are_numbered(run: RunDirectory) -> None:
-    assert [new_attempt(run), new_attempt(run)] == [1, 2]
-    assert run.attempts() == (1, 2)
-    run.log_path(2, "node-1.site").touch()
-    assert run.logs(2) == {"node-1.site": run.attempt_dir(2) / "output.node-1.site.log"}
 
 
 def test_runs_are_listed_newest_first(spec: RunSpec, tmp_path: Path) -> None:
@@ -178,9 +165,7 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
 
 
 def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is gone from every list, and only this says where its checkpoints still take up
-    space.
-    """
+    """Only this says where the checkpoints of an unlisted run still take up space."""
     run = create_run(spec)
 
     def held(path: Path) -> None:
@@ -193,25 +178,9 @@ def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.Monk
     assert list_runs() == ()
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from so_tui.runs import create_run
-from so_tui.spec import find_preset
-from so_tui.spec.errors import InputError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    create_run(find_preset("tiny").spec, Path(sys.argv[1]))
-except InputError as error:
-    print(*(problem.code for problem in error.problems))
-"""
-
-
-def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path / "runs")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["runs-dir-not-writable"]
+def test_full_disk_leaves_nothing_half_written(spec: RunSpec, tmp_path: Path) -> None:
+    with full_disk(100), rejected("runs-dir-not-writable"):
+        create_run(spec, tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []
 
 

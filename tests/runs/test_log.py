@@ -34,7 +34,6 @@ def all_lines(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [
-        (b"plain", "plain"),
         (b"windows line\r", "windows line"),
         (b" 10%|#   |\r 50%|##  |\r100%|####|", "100%|####|"),
         (b" 50%|##  |\r        \r", " 50%|##  |"),
@@ -44,7 +43,6 @@ def all_lines(path: Path) -> list[str]:
         ("a\x9b31mb\u202ec\u200bd".encode(), "a\\x9b31mb\\u202ec\\u200bd"),
         (b"a\x9b31mb", "a\ufffd31mb"),
         ("Grüße ⣿".encode(), "Grüße ⣿"),
-        (b"", ""),
     ],
 )
 def test_a_line_reads_as_a_terminal_shows_it(raw: bytes, shown: str) -> None:

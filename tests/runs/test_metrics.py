@@ -1,13 +1,10 @@
-"""Writing and reading metrics through real files: what is written comes back, whoever is killed
-when.
-"""
+"""What is written to real files of metrics comes back, whoever is killed when."""
 
 from __future__ import annotations
 
 import errno
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -33,6 +30,7 @@ from so_tui.runs.records import (
     encode_line,
 )
 from so_tui.runs.segments import read_lines, segments
+from tests.support.hostile_files import full_disk
 from tests.support.records import step_record as step
 from tests.support.waiting import LIMIT_S
 
@@ -91,10 +89,6 @@ def saved(at: int) -> CheckpointRecord:
     return CheckpointRecord(attempt=1, time=1.0, step=at, path=str(at), bytes=1, seconds=1.0)
 
 
-def evaluated(at: int) -> EvaluationRecord:
-    return EvaluationRecord(attempt=1, time=2e9, step=at, loss=2.5, tokens=10)
-
-
 def losses(reader: RunReader) -> list[float]:
     return [record.loss for record in reader.metrics.steps(0, math.inf)]
 
@@ -114,9 +108,10 @@ def test_records_come_back_as_they_were_written(run: RunDirectory) -> None:
     diverged = (math.nan, math.inf, -math.inf)
     steps = [step(i, loss=3.0 - i / 100) for i in range(47)]
     steps += [step(47 + i, loss=loss, gradient_norm=None) for i, loss in enumerate(diverged)]
+    evaluation = EvaluationRecord(attempt=1, time=2e9, step=49, loss=2.5, tokens=10)
     warning = WarningRecord(attempt=1, time=2e9, message="slow", suggestion="packing")
     end = EndRecord(attempt=1, time=2e9, state="finished", step=49)
-    records: list[MetricRecord] = [start(1), *steps, evaluated(49), saved(49), warning, end]
+    records: list[MetricRecord] = [start(1), *steps, evaluation, saved(49), warning, end]
     write(run, 1, *records)
     reader = RunReader(run)
     assert str(read_all(reader)) == str(records)
@@ -224,8 +219,9 @@ def test_killed_writer_leaves_whole_records(run: RunDirectory) -> None:
         os.kill(writer.pid, signal.SIGKILL)
         assert writer.wait() == -signal.SIGKILL
         steps += [record.step for record in read_all(reader) if isinstance(record, StepRecord)]
-        # as if it had died in the middle of its write
-        append(list(segments(run.metrics_dir).values())[-1], b'{"kind":"step","attempt":1,"ti')
+        # as if it had died in the middle of its write, which was longer than a block
+        torn = b'{"kind":"step","attempt":1,"ti' * 5000
+        append(list(segments(run.metrics_dir).values())[-1], torn)
     assert len(steps) >= 1500
     assert steps == list(range(len(steps)))  # each once, in order
     MetricsWriter(run, 6)
@@ -240,15 +236,8 @@ def test_killed_writer_leaves_whole_records(run: RunDirectory) -> None:
 def test_full_disk_does_not_damage_the_next_record(run: RunDirectory) -> None:
     writer = write(run, 1, step(0))
     size = segments(run.metrics_dir)[1].stat().st_size
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
-        with pytest.raises(OSError, match="large"):
-            writer.append(step(1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, old)
+    with full_disk(size + 100), pytest.raises(OSError, match="large"):
+        writer.append(step(1))
     writer.append(step(2))
     assert read_all(RunReader(run)) == [step(0), step(2)]
 
@@ -275,18 +264,6 @@ def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
     with pytest.raises(FileNotFoundError):
         SampleWriter(run, "host")
     assert not run.path.exists()
-
-
-def test_half_a_record_is_cut_off_by_the_next_attempt(run: RunDirectory) -> None:
-    write(run, 1, *map(step, range(1, 200)))
-    (segment,) = segments(run.metrics_dir).values()
-    whole = segment.read_bytes()
-    # as a full disk leaves it, longer than a block
-    append(segment, whole[: len(whole) // 2][-100_000:].replace(b"\n", b" "))
-    second = MetricsWriter(run, 2)
-    assert segment.read_bytes() == whole
-    second.append(step(200, attempt=2))
-    assert numbers(completely(run)) == list(range(1, 201))
 
 
 def write_hundreds(run: RunDirectory, *attempts: int) -> None:
@@ -334,9 +311,7 @@ def test_newest_warnings_are_kept(run: RunDirectory, monkeypatch: pytest.MonkeyP
 def test_segment_that_fails_to_close_costs_no_record(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system may say only then that a quota is used up; the descriptor is free all
-    the same, and another file may get it.
-    """
+    """As a network file system may; its descriptor is free, and may be another file's."""
     writer = write(run, 1, step(1), segment_bytes=1000)
     close, closed = os.close, []
 

@@ -1,6 +1,4 @@
-"""One process is responsible for a run, also where the file system's locks fail or exclude
-nobody.
-"""
+"""One process is responsible for a run, also where locks fail or exclude nobody."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ with run_lock(RunDirectory(Path(sys.argv[1]))) as lock:
     sys.stdin.readline()
 """
 DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
-ELSEWHERE = HostIdentity("elsewhere", "another", 1)
 
 
 def content(host: HostIdentity, process: Process | None) -> bytes:
@@ -45,7 +42,7 @@ def content(host: HostIdentity, process: Process | None) -> bytes:
 
 
 DEAD_HERE = content(this_host(), DEAD)
-DEAD_ELSEWHERE = content(ELSEWHERE, DEAD)
+DEAD_ELSEWHERE = content(HostIdentity("elsewhere", "another", 1), DEAD)
 
 
 def faults_of(folder: Path, how: Any) -> dict[str, str]:
@@ -194,9 +191,7 @@ def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyP
 
 
 def test_taken_lock_is_kept_when_the_other_lets_go(run: RunDirectory) -> None:
-    """A file server may give up the lock of a host that is gone while another one supervises the
-    run.
-    """
+    """A file server may give up a lost host's lock while another supervises the run."""
     os.utime(run.state_path, (1.0, 1.0))
     ghost = os.open(run.supervisor_lock_path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(ghost, fcntl.LOCK_EX)

@@ -15,7 +15,6 @@ from so_tui.runs.records import (
     Rollup,
     Sample,
     decode_sample,
-    encode_line,
 )
 from so_tui.runs.samples import SampleReader, _Resolution, _single, roll_up
 
@@ -138,14 +137,6 @@ def test_rollup_names_throttling_and_foreign_loads() -> None:
     assert (whole.mean.gpus[0].clock_mhz, whole.peak.gpus[0].clock_mhz) == (1001, 1002)
 
 
-def test_what_a_gpu_does_not_report_is_not_written() -> None:
-    bare = replace(sample(0), gpus=(GpuSample(index=0, busy_percent=0),), run_memory_peak_bytes=1)
-    line = encode_line(bare)
-    assert b"null" not in line
-    assert b"power" not in line
-    assert decode_sample(line) == bare
-
-
 @small_files
 def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
     for attempt in (1, 2):
@@ -158,9 +149,7 @@ def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
 
 
 @small_files
-def test_a_reader_goes_on_where_segments_were_dropped(
-    run: RunDirectory, writer: SampleWriter
-) -> None:
+def test_a_reader_goes_on_after_dropped_segments(run: RunDirectory, writer: SampleWriter) -> None:
     reader = SampleReader(run, "node1")
     writer.append(sample(0))
     assert reader.poll() == (sample(0),)
@@ -189,20 +178,17 @@ def test_moment_is_read_without_decoding_all_of_its_segment(
     monkeypatch.setattr("so_tui.runs.samples.decode_sample", counted)
 
     def at(first: float, last: float) -> set[float]:
-        decoded.clear()
         return set(seconds(list(reader.history(BEGIN + first, BEGIN + last, 1_000_000))))
 
-    for _ in range(2):
-        assert (at(30, 33), at(60, 61)) == ({30, 31, 32, 33}, {60, 61})
-        assert at(148, 160) == {148, 149}
+    assert (at(30, 33), at(148, 160)) == ({30, 31, 32, 33}, {148, 149})
+    decoded.clear()
+    assert at(60, 61) == {60, 61}
     assert len(decoded) < 10
     writer.append(sample(155))
     assert at(148, 160) == {148, 149, 155}
 
 
-def test_a_segment_that_begins_with_a_damaged_line_is_not_lost(
-    run: RunDirectory, writer: SampleWriter
-) -> None:
+def test_segment_with_a_damaged_first_line_is_read(run: RunDirectory, writer: SampleWriter) -> None:
     """The disk was full when it was begun, or a crash left its first line incomplete."""
     for second in range(5):
         writer.append(sample(second))
@@ -214,9 +200,7 @@ def test_a_segment_that_begins_with_a_damaged_line_is_not_lost(
 
 
 @small_files
-def test_the_past_is_visible_before_a_clock_was_set_back(
-    run: RunDirectory, writer: SampleWriter
-) -> None:
+def test_past_is_visible_if_a_clock_is_set_back(run: RunDirectory, writer: SampleWriter) -> None:
     for second in (*range(1000, 1030), *range(500, 530)):
         writer.append(sample(second))
     assert len(sorted(run.samples_dir("node1").glob("raw-*"))) > 2

@@ -1,6 +1,4 @@
-"""Compiled and downloaded code comes from folders that no other user can open, and so do the locks
-of GPUs.
-"""
+"""Compiled and downloaded code, and locks of GPUs, are in folders of one's own."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.machine.software import code_folders
-from tests.support.users import SharedMachine
+from tests.support.users import SharedMachine, User
 
 USE = """
 import os
@@ -51,17 +49,20 @@ def test_the_folders_are_private_whatever_the_umask(machine: SharedMachine) -> N
         assert rights(folder) == (machine.owner.uid, PRIVATE)
 
 
-@pytest.mark.parametrize(
-    "planted_as",
-    ["folder of another user", "link to a folder of another user", "folder that all can write"],
-)
-def test_a_prepared_code_folder_is_not_used(machine: SharedMachine, planted_as: str) -> None:
-    planted = machine.scratch / "shared"
-    planted.mkdir()
-    planted.chmod(0o777)
-    (machine.owner if planted_as == "folder that all can write" else machine.other).give(planted)
-    named = planted
-    if planted_as.startswith("link"):
+def bait_of(user: User, machine: SharedMachine) -> Path:
+    """Return a folder of a user that all can write."""
+    bait = machine.scratch / "bait"
+    bait.mkdir()
+    bait.chmod(0o777)
+    user.give(bait)
+    return bait
+
+
+@pytest.mark.parametrize("how", ["another's", "link to another's", "that all can write"])
+def test_a_prepared_code_folder_is_not_used(machine: SharedMachine, how: str) -> None:
+    user = machine.owner if how == "that all can write" else machine.other
+    named = planted = bait_of(user, machine)
+    if how.startswith("link"):
         named = machine.scratch / "link"
         named.symlink_to(planted)
     code, folders, errors = use(machine, dict.fromkeys(code_folders({"HOME": "/"}), str(named)))
@@ -77,10 +78,7 @@ def test_a_planted_code_folder_is_refused(machine: SharedMachine, kind: str) -> 
     cache = machine.scratch / "cache" / "so-tui" / "compiled"
     cache.mkdir(parents=True)
     machine.owner.give(machine.scratch / "cache")
-    bait = machine.scratch / "bait"
-    bait.mkdir()
-    bait.chmod(0o777)
-    machine.other.give(bait)
+    bait = bait_of(machine.other, machine)
     if kind == "link":
         (cache / "triton").symlink_to(bait)
     else:
@@ -120,9 +118,7 @@ def test_gpu_locks_are_the_same_in_all_shells(
     assert rights(folder) == (machine.owner.uid, PRIVATE)
 
 
-def test_a_private_folder_of_ones_own_choice_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_private_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     chosen = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": "/home/a"}
     assert "TRITON_CACHE_DIR" not in code_folders(chosen)

@@ -92,24 +92,31 @@ def folder(machine: SharedMachine) -> Path:
     return cache / "so-tui" / "kernels"
 
 
-def test_a_kernel_in_a_writable_folder_is_not_used(machine: SharedMachine, folder: Path) -> None:
+@pytest.mark.parametrize("made_first", [False, True])
+def test_a_kernel_in_a_writable_folder_is_not_used(
+    machine: SharedMachine, folder: Path, made_first: bool
+) -> None:
     load(machine)
     for path in (folder.parent.parent, folder.parent, folder):
         path.chmod(0o777)
     plant(machine, kernel_in(folder))
+    if made_first:
+        machine.other.give(machine.scratch / "cache")
     output = load(machine)
     assert str(folder / "adam") not in output
     assert "compiled for this process only" in output
 
 
-@pytest.mark.parametrize("name", ["file", "link"])
-def test_a_kernel_of_another_user_is_replaced(
-    machine: SharedMachine, folder: Path, name: str
-) -> None:
-    load(machine)
-    folder.chmod(0o777)
+@pytest.mark.parametrize("name", ["file", "link", "the group's"])
+def test_kernel_of_others_is_replaced(machine: SharedMachine, folder: Path, name: str) -> None:
+    load(machine, umask=0o002)
     path = kernel_in(folder)
-    plant(machine, path)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o700]
+    folder.chmod(0o777)
+    if name == "the group's":
+        path.chmod(0o720)
+    else:
+        plant(machine, path)
     if name == "link":
         path.symlink_to(path.rename(machine.scratch / "planted.so"))
     folder.chmod(0o700)
@@ -117,26 +124,6 @@ def test_a_kernel_of_another_user_is_replaced(
     found = kernel_in(folder).lstat()
     assert stat.S_ISREG(found.st_mode)
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (machine.owner.uid, 0o700)
-
-
-def test_a_folder_that_another_user_made_first_is_not_used(
-    machine: SharedMachine, folder: Path
-) -> None:
-    folder.mkdir(parents=True)
-    machine.other.give(machine.scratch / "cache")
-    folder.chmod(0o777)
-    assert "compiled for this process only" in load(machine)
-    assert list(folder.iterdir()) == []
-
-
-def test_a_kernel_that_the_group_can_write_is_replaced(
-    machine: SharedMachine, folder: Path
-) -> None:
-    load(machine, umask=0o002)
-    path = kernel_in(folder)
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o700]
-    path.chmod(0o720)
-    assert "compiled anew" in load(machine)
 
 
 def test_a_kernel_exchanged_after_the_check_is_not_loaded(

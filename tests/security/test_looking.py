@@ -54,9 +54,7 @@ GONE = Process(pid=os.getpid(), start_time=1, role="supervisor")
 
 
 def write_hostile_run(folder: Path, proof: Path, **claims: Any) -> RunDirectory:
-    """Write a run whose first attempt would write its user's number into ``proof``, and whose
-    state claims processes, which a request to stop would have killed.
-    """
+    """Write a run that would write its user's number into ``proof`` and end processes."""
     launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
     run = create_run(launch.spec, folder)
     attempt = new_attempt(run)

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 
 from so_tui.launch.launch import prepare
@@ -25,47 +27,21 @@ from so_tui.trust.files import Distrust, NotOwnError
 from tests.support.launching import tiny
 from tests.support.python_path import python_path
 from tests.support.shared_run import SUPEROFFLOAD
-from tests.support.sockets import OpenSocket, open_sockets, tree
 
 NO_PICKLES = """
-import importlib.abc, importlib.machinery, os, sys
+import os, sys
 
-NAME = "torch.distributed.distributed_c10d"
+def refuse(*_arguments, **_keywords):
+    raise RuntimeError("a pickled object was exchanged")
 
-class Refusing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def replaced(module):
-            execute(module)
-            def refuse(*_arguments, **_keywords):
-                raise RuntimeError("a pickled object was exchanged")
-            for function in ("_object_to_tensor", "_tensor_to_object"):
-                getattr(module, function)
-                setattr(module, function, refuse)
-            if "RANK" in os.environ:
-                print("pickled objects are refused here", flush=True)
-
-        spec.loader.exec_module = replaced
-        return spec
-
-sys.meta_path.insert(0, Refusing())
+if "RANK" in os.environ and "so_tui_trainer" in sys.orig_argv:
+    from torch.distributed import distributed_c10d
+    for function in ("_object_to_tensor", "_tensor_to_object"):
+        getattr(distributed_c10d, function)
+        setattr(distributed_c10d, function, refuse)
+    print("pickled objects are refused here", flush=True)
 """
 """Replaces the functions through which all of torch's object collectives go."""
-
-
-def test_listening_sockets_are_found_with_their_addresses() -> None:
-    with socket.socket() as everywhere, socket.socket(socket.AF_INET6) as loopback:
-        everywhere.bind(("", 0))
-        everywhere.listen()
-        loopback.bind(("::1", 0))
-        loopback.listen()
-        found = {(entry.port, entry.reachable) for entry in open_sockets([os.getpid()])}
-        assert (everywhere.getsockname()[1], True) in found
-        assert (loopback.getsockname()[1], False) in found
 
 
 @dataclass(frozen=True)
@@ -73,8 +49,8 @@ class Watched:
     """What was seen of a run under its supervisor: two ranks with Adam workers."""
 
     last: RunState
-    sockets: dict[str, set[OpenSocket]]
-    """By the state of the run."""
+    addresses: dict[str, set[tuple[str, int]]]
+    """Of TCP sockets that listen and bound UDP sockets, by the state of the run."""
     commands: str
     """The command lines of all processes."""
     log: str
@@ -103,22 +79,27 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def _watch(run: RunDirectory) -> Watched:
-    sockets: defaultdict[str, set[OpenSocket]] = defaultdict(set)
-    commands: set[bytes] = set()
+    addresses: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    commands: set[str] = set()
     deadline = time.monotonic() + 300
     while (state := read_state(run)).state not in FINAL_STATES and time.monotonic() < deadline:
         assert state.supervisor is not None
-        pids = tree(state.supervisor.pid)
-        sockets[state.state].update(open_sockets(pids))
-        for pid in pids:
-            with suppress(OSError):
-                commands.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "))
+        processes: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            first = psutil.Process(state.supervisor.pid)
+            processes = [first, *first.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                commands.add(" ".join(process.cmdline()))
+                for each in process.net_connections("inet"):
+                    if each.type == socket.SOCK_DGRAM or each.status == psutil.CONN_LISTEN:
+                        addresses[state.state].add(each.laddr)
         time.sleep(0.1)
     log = run.log_path(1, state.host).read_text(errors="replace")
     while state.supervisor is not None and alive(state.supervisor) and time.monotonic() < deadline:
         time.sleep(0.1)  # it removes the rendezvous last
     assert not _rendezvous_path(lock_folder(), run.path, 1).exists(), "it vanishes with the run"
-    return Watched(state, sockets, b"\n".join(commands).decode(errors="replace"), log)
+    return Watched(state, addresses, "\n".join(commands), log)
 
 
 @pytest.mark.slow
@@ -129,8 +110,9 @@ def test_no_process_of_a_run_listens_on_a_network(watched: Watched) -> None:
         *("so_tui_trainer", "superoffload/worker.py"),
     ):
         assert part in watched.commands
-    assert watched.sockets["training"], "gloo listens on the loopback interface"
-    assert not [entry for found in watched.sockets.values() for entry in found if entry.reachable]
+    assert watched.addresses["training"], "gloo listens on the loopback interface"
+    for address, _ in set().union(*watched.addresses.values()):
+        assert ip_address(address.removeprefix("::ffff:")).is_loopback
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""What a user may not read of others: closed folders, runs, and processes where /proc shows each
-user only their own (mount option hidepid).
-"""
+"""What a user may not read of others: closed folders, runs, hidden processes."""
 
 from __future__ import annotations
 
@@ -44,18 +42,7 @@ def test_commands_do_without_folders_that_are_closed(machine: SharedMachine) -> 
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "generate CLOSED/model --prompt x",
-        "inspect --sysroot CLOSED/root",
-        *(
-            pytest.param(command, marks=pytest.mark.slow)
-            for command in (
-                "validate --out CLOSED/report --minutes 1",
-                "run tiny --plain --force --runs-dir CLOSED/runs",
-            )
-        ),
-    ],
+    "command", ["generate CLOSED/model --prompt x", "inspect --sysroot CLOSED/root"]
 )
 def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, command: str) -> None:
     closed = str(machine.other.home)

@@ -8,10 +8,6 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
-from so_tui.plan.notes import RemoteCode
-from so_tui.plan.planner import make_plan
-from so_tui.spec import find_preset, with_values
-from tests.support.make_run import quad_machine
 from tests.support.screen import opened
 
 NAMED = (
@@ -52,11 +48,3 @@ async def test_screens_name_the_model_whose_code_runs(tmp_path: Path) -> None:
         await ui.press("f5")
         await ui.until(lambda: len(ui.app.screen_stack) == 2)
         assert "trust_remote_code is on" in ui.text()
-
-
-def test_a_plan_has_the_origin_of_the_code() -> None:
-    spec = with_values(find_preset("tiny").spec, {"model.id": "/models/one"})
-    trusting = with_values(spec, {"model.trust_remote_code": "true"})
-    fact = RemoteCode(model="/models/one", revision="")
-    assert fact in make_plan(trusting, quad_machine()).warnings
-    assert fact not in make_plan(spec, quad_machine()).warnings

@@ -25,8 +25,6 @@ from so_tui.ui.page import PAGES
 from so_tui.ui.text import Content, shorten, shorten_path
 from so_tui.ui.textual_fixes import DrawsPrintable, FixedApp
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
-from tests.support.make_run import write_run
-from tests.support.records import change_state
 from tests.support.screen import Driver, opened, wait_for_what_runs
 
 WAYS = {
@@ -57,9 +55,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostileWorld:
 
 
 def assert_only_text(driver: Driver) -> None:
-    """Check every character that goes to the terminal, and that nobody's text became a link or an
-    action.
-    """
+    """Check each character on the terminal, and that no text became a link or an action."""
     strips = driver.screen._compositor.render_strips(driver.app.size)
     for text, style, control in chain.from_iterable(strips):
         assert not control
@@ -74,12 +70,9 @@ def is_text(text: str) -> bool:
     return printable(text) == text
 
 
-def test_every_screen_is_tried() -> None:
-    assert {name for name, _ in PAGES} <= set(WAYS)
-
-
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.slow)])
 async def test_screens_show_printable_text(size: tuple[int, int], world: HostileWorld) -> None:
+    assert {name for name, _ in PAGES} <= set(WAYS)
     async with opened(world.runs_dir, size, machine=world.machine) as driver:
         await driver.until(lambda: driver.app.runs and driver.app.findings is not None)
         for name, keys in WAYS.items():
@@ -152,33 +145,14 @@ def test_content_spells_out_what_is_not_text() -> None:
 def test_texts_are_shortened_to_their_cells() -> None:
     began = time.process_time()
     for text in ("漢字" * 500_000, "e\u0301" * 500_000, HOSTILE * 5_000, "\u200b" * 1_000_000):
+        message = brief_message(text)
+        assert (len(message) <= 2000, message.isprintable()) == (True, True)
         for width in (1, 5, 16, 80):
             assert Strip([Segment(shorten(text, width))]).cell_length <= width
             assert Strip([Segment(shorten_path(text, width))]).cell_length <= width
     assert time.process_time() - began < 2
     assert (shorten("abcdef", 6), shorten("abcdef", 4)) == ("abcdef", "abc…")
     assert shorten_path("/abcdef", 5) == "…cdef"
-
-
-def test_messages_of_any_length_take_no_more_than_some_lines() -> None:
-    began = time.process_time()
-    for text in ("x" * 1_000_000, "word\n" * 200_000, "\u200b" * 1_000_000, "\u0301" * 1_000_000):
-        message = brief_message(text)
-        assert len(message) <= 2000
-        assert message.isprintable()
-    assert time.process_time() - began < 0.4
-
-
-async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs", steps=3, seconds_of_samples=3, state="failed")
-    reason = "why\n\u202e" * 200_000
-    change_state(run, reason=reason, suggestion=reason, detail=reason)
-    began = time.process_time()
-    async with opened(tmp_path / "runs", open_run=run) as driver:
-        await driver.until(lambda: "why \\u202ewhy" in driver.text())
-        await driver.press("4")
-        await driver.until(lambda: "why \\u202ewhy" in driver.text())
-    assert time.process_time() - began < 10
 
 
 def test_screens_make_content_in_one_way() -> None:

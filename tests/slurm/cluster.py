@@ -90,9 +90,7 @@ class Cluster:
             self.start(node, ["unshare", "--uts", "sh", "-c", named])
 
     def stop_node(self, node: str) -> None:
-        """Kill a node as when its power fails: its slurmd, every step before it can report, and the
-        processes of its jobs.
-        """
+        """Kill a node as when its power fails, before any step of it can report."""
         self._a_node_failed = True
         _kill(self._steps(node))
         self._daemons[node].kill()
@@ -100,9 +98,7 @@ class Cluster:
         self._daemons.pop(node).wait()
 
     def processes(self, node: str | None = None) -> tuple[int, ...]:
-        """Return the processes that jobs of this cluster started (on one node): their environment
-        names the cluster's configuration.
-        """
+        """Return the processes of this cluster's jobs (on one node), by their environment."""
         wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()}
         wanted |= {f"SLURMD_NODENAME={node}".encode()} if node else set()
         found = []
@@ -124,9 +120,7 @@ class Cluster:
         return tuple(found)
 
     def has_steps(self) -> bool:
-        """Return whether anything of a job is left on the nodes that run, Slurm's own processes
-        included.
-        """
+        """Return whether anything of a job is left on the nodes, Slurm's own included."""
         running = [node for node in NODES if node in self._daemons]
         return bool(self.processes()) or any(map(self._steps, running))
 
@@ -145,9 +139,7 @@ class Cluster:
             self._a_node_failed = False
 
     def left(self) -> tuple[str, tuple[int, ...]]:
-        """Return the jobs and processes that there are. A job outlives the end of its run, on a
-        busy machine by many seconds.
-        """
+        """Return the jobs and processes left; a job outlives its run, perhaps by many seconds."""
         deadline = time.monotonic() + 60
         while (left := (self.jobs(), self.processes())) != ("", ()) and time.monotonic() < deadline:
             time.sleep(0.1)

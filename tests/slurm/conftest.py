@@ -23,9 +23,7 @@ def _slurm() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue
-    fails it and is removed.
-    """
+    """Two idle nodes. Whatever the test leaves in the queue fails it and is removed."""
     _slurm.use(monkeypatch)
     yield _slurm
     left = _slurm.left()

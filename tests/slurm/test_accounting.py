@@ -1,6 +1,4 @@
-"""A Slurm that charges accounts and keeps jobs in a database: what it refuses, and what it
-keeps.
-"""
+"""What a Slurm that charges accounts and keeps jobs in a database refuses and keeps."""
 
 from __future__ import annotations
 

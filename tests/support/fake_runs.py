@@ -75,11 +75,6 @@ def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
     return next(process for process in mine if rank in (None, process.rank))
 
 
-def release(run: RunDirectory) -> None:
-    """Let the ranks of a run that is ``held`` after its last step end."""
-    (run.path / "released").touch()
-
-
 def kill(process: Process) -> None:
     """Send SIGKILL."""
     os.kill(process.pid, signal.SIGKILL)

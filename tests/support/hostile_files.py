@@ -1,9 +1,26 @@
-"""Files that hold up whoever opens or reads them without care."""
+"""Files that hold up whoever opens or reads them without care, and a disk that is full."""
 
 from __future__ import annotations
 
 import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def full_disk(largest_bytes: int) -> Iterator[None]:
+    """Have this process write no file beyond a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
 
 
 def make_pipe(path: Path) -> None:

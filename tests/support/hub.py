@@ -1,7 +1,4 @@
-"""A hub on loopback for ``huggingface_hub``, ``transformers`` and ``datasets``.
-
-Large files redirect to a store. Requests are recorded, connections cut, repositories gated.
-"""
+"""A hub on loopback: requests are recorded, connections cut, repositories gated."""
 
 from __future__ import annotations
 
@@ -22,14 +19,12 @@ TOKEN = "hf_allowed"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
-@dataclass
-class Repository:
-    """A model or a data set: its files at each commit."""
+class Repository(NamedTuple):
+    """A model or a data set: its files at each commit, and commits of branches and tags."""
 
     commits: dict[str, dict[str, bytes]]
     refs: dict[str, str]
-    """Commits of branches and tags."""
-    gated: bool = False
+    gated: bool
 
 
 class Asked(NamedTuple):
@@ -54,36 +49,19 @@ class Hub:
     """By a file's name, after how many bytes its next connections are cut."""
 
     def add(
-        self,
-        kind: str,
-        name: str,
-        *versions: dict[str, bytes],
-        gated: bool = False,
-        tags: tuple[str, ...] = (),
+        self, kind: str, name: str, *versions: dict[str, bytes], gated: bool = False, tag: str = ""
     ) -> tuple[str, ...]:
         """Add a repository with a commit for each version, and return the commits."""
         commits = [_sha1(f"{name} {number}".encode()) for number in range(len(versions))]
-        refs = {**dict(zip(tags, commits, strict=False)), "main": commits[-1]}
         contents = dict(zip(commits, versions, strict=True))
+        refs = {"main": commits[-1], tag: commits[0]}
         self.repositories[kind, name] = Repository(contents, refs, gated)
         return tuple(commits)
 
     def downloads(self, name: str) -> list[Asked]:
         """Return the requests for the content of files whose path ends in ``name``."""
-        return [
-            each
-            for each in self.asked
-            if each.method == "GET" and each.path.endswith(f"/{name}") and each.status in (200, 206)
-        ]
-
-    def environment(self, cache: object) -> dict[str, str]:
-        """Return the variables that make a process use this hub and a cache folder of its own."""
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(cache),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
+        got = (each for each in self.asked if each.method == "GET" and each.status in (200, 206))
+        return [each for each in got if each.path.endswith(f"/{name}")]
 
 
 @contextmanager
@@ -103,22 +81,15 @@ def loopback_hub() -> Iterator[Hub]:
 
 
 class _RefusedError(Exception):
-    def __init__(self, status: int, code: str, message: str = "", commit: str = "") -> None:
+    def __init__(self, status: int, code: str, **headers: str) -> None:
         self.status = status
-        given = {"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
-        self.headers = {name: value for name, value in given.items() if value}
+        self.headers = {"X-Error-Code": code} | headers
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     _cut: int | None = None
     """After how many bytes this connection is cut."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_POST(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         self.hub: Hub = self.server.hub  # type: ignore[attr-defined]
@@ -140,9 +111,11 @@ class _Handler(BaseHTTPRequestHandler):
         except _RefusedError as refused:
             self._answer(refused.status, b"{}", **refused.headers)
 
+    do_HEAD = do_POST = do_GET  # noqa: N815 - the names that http.server calls
+
     def _repository(self, kind: str, name: str) -> Repository:
         if (found := self.hub.repositories.get((kind, name))) is None:
-            raise _RefusedError(401, "RepoNotFound", "Repository not found")
+            raise _RefusedError(401, "RepoNotFound", **{"X-Error-Message": "Repository not found"})
         return found
 
     def _files(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
@@ -175,12 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _resolve(self, kind: str, name: str, revision: str, path: str) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._repository(kind, name).gated and token != TOKEN:
-            message = f"Access to {name} is restricted"
-            raise _RefusedError(403 if token else 401, "GatedRepo", message)
+            said = {"X-Error-Message": f"Access to {name} is restricted"}
+            raise _RefusedError(403 if token else 401, "GatedRepo", **said)
         commit, files = self._files(kind, name, revision)
-        if (content := files.get(path)) is None:
-            raise _RefusedError(404, "EntryNotFound", commit=commit)
         known = {"X-Repo-Commit": commit}
+        if (content := files.get(path)) is None:
+            raise _RefusedError(404, "EntryNotFound", **known)
         if len(content) < LARGE_BYTES:
             return self._answer(200, content, **known, ETag=f'"{_sha1(content)}"')
         etag = f'"{hashlib.sha256(content).hexdigest()}"'

@@ -16,6 +16,7 @@ from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import MetricRecord
 from so_tui.spec import RunSpec, find_preset, with_values
@@ -25,6 +26,13 @@ def tiny(**changes: str) -> RunSpec:
     """The embedded preset with values changed; ``train__steps="5"`` stands for ``train.steps``."""
     values = {name.replace("__", "."): value for name, value in changes.items()}
     return with_values(find_preset("tiny").spec, values)
+
+
+def prepared_run(launch: Launch, folder: Path) -> RunDirectory:
+    """Make a run with an attempt that nobody has started."""
+    run = create_run(launch.spec, folder)
+    write_launch(run, new_attempt(run), launch)
+    return run
 
 
 def start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -20,18 +21,10 @@ _NUMBERS = [
 ]
 
 
-def _nested(levels: int) -> Any:
-    value: Any = 1
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
+_NESTED = [json.loads("[" * levels + "1" + "]" * levels) for levels in (20, 200)]
 HOSTILE = st.one_of(
     st.sampled_from([*_TEXTS, *_NUMBERS, None, True, False, [], {}, [[]], {"": {}}, {"a": None}]),
-    st.sampled_from(
-        [_nested(20), _nested(200), [0] * 10_000, {str(number): number for number in range(2_000)}]
-    ),
+    st.sampled_from([*_NESTED, [0] * 10_000, {str(number): number for number in range(2_000)}]),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
         st.lists,
@@ -47,7 +40,7 @@ def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
     for _ in range(draw(st.integers(1, 3))):
         if not tree:
             break
-        parent, key = draw(st.sampled_from(_places(tree)))
+        parent, key = draw(st.sampled_from(list(_places(tree))))
         match draw(st.sampled_from(("replace", "replace", "remove", "wrap", "add"))):
             case "replace":
                 parent[key] = copy.deepcopy(draw(HOSTILE))
@@ -86,8 +79,9 @@ def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
 
 def harmed_json(valid: bytes) -> st.SearchStrategy[bytes]:
     """Return strategies for a JSON document: harmed as a tree, or as bytes."""
-    tree = json.loads(valid)
-    return harmed_bytes(valid) | harmed_trees(tree).map(_encoded)
+    return harmed_bytes(valid) | harmed_trees(json.loads(valid)).map(
+        lambda t: json.dumps(t).encode()
+    )
 
 
 def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -105,19 +99,9 @@ def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
     return harmed_bytes(valid) | some()
 
 
-def _encoded(tree: Tree) -> bytes:
-    return json.dumps(tree).encode()
-
-
-def _places(tree: Tree) -> list[tuple[Any, Any]]:
-    """Return every value of a tree as its parent and its key."""
-    found: list[tuple[Any, Any]] = []
-    waiting: list[Any] = [tree]
-    while waiting:
-        value = waiting.pop()
-        keys: Any = value if isinstance(value, dict) else ()
-        keys = range(len(value)) if isinstance(value, list) else keys
-        for key in keys:
-            found.append((value, key))
-            waiting.append(value[key])
-    return found
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every value of a tree as its parent and its key."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from _places(tree[key])

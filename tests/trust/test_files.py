@@ -85,9 +85,7 @@ print({read() for read in (lambda: read_own(path), lambda: read_bounded(path, 10
 
 
 def test_replaced_file_is_read_again(tmp_path: Path) -> None:
-    """As on a network file system, where a supervisor elsewhere replaces the state once a
-    second.
-    """
+    """As on a network file system, where a supervisor replaces the state every second."""
     library = shim.build(tmp_path)
     if library is None:
         pytest.skip("there is no C compiler")

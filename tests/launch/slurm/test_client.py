@@ -20,14 +20,12 @@ from so_tui.launch.slurm.client import (
     SlurmError,
     _parse_partitions,
     _parse_queue,
-    _Queue,
     _RefusedError,
     explained,
     queue,
     submit,
 )
 from so_tui.spec import InputError, SoTuiError
-from so_tui.ui.configure.screen import _partition_note
 from tests.launch.slurm.conftest import Install
 from tests.support.commands import forget_cluster
 from tests.support.launching import tiny
@@ -93,44 +91,33 @@ def test_groups_of_nodes_add_up_to_partitions() -> None:
     )
 
 
-def test_names_of_partitions_are_shown_harmless() -> None:
-    assert "normal, gh-dev" in _partition_note(_parse_partitions(SEVERAL), "", slurm=True)
-    hostile = _parse_partitions("a\x1b[2Jb|up|1:00:00|1/1/0/2|gpu:2|(null)\n")
-    for chosen in ("", hostile[0].name):
-        assert _partition_note(hostile, chosen, slurm=True).isprintable()
-
-
 def submitted() -> str:
     return submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("squeue", client.own_jobs),
-        ("sacct", lambda: client.accounted("7")),
-        ("scancel", lambda: client.cancel("7")),
-        ("sinfo", client.partitions),
-        ("sbatch", submitted),
-    ],
-)
+CALLS: dict[str, Callable[[], object]] = {
+    "squeue": client.own_jobs,
+    "sacct": lambda: client.accounted("7"),
+    "scancel": lambda: client.cancel("7"),
+    "sinfo": client.partitions,
+    "sbatch": submitted,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_no_variable_of_the_users_shell_changes_what_is_asked(
-    name: str,
-    call: Callable[[], object],
-    install: Install,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm lets ``SBATCH_PARTITION`` win over a script, and ``SQUEUE_PARTITION`` hide a job."""
     install(name, f"env > {tmp_path}/seen; echo 7")
-    hostile = "SBATCH_JOB_NAME SBATCH_PARTITION SQUEUE_PARTITION SACCT_FORMAT SCANCEL_STATE"
-    hostile = f"{hostile} SINFO_FORMAT SLURM_JOB_ID"
-    for variable in hostile.split():
+    commands = ("SBATCH", "SQUEUE", "SACCT", "SCANCEL", "SINFO", "SLURM_JOB")
+    hostile = {f"{command}_PARTITION" for command in commands} | {"SBATCH_JOB_NAME", "SLURM_JOB_ID"}
+    for variable in hostile:
         monkeypatch.setenv(variable, "x")
     monkeypatch.setenv("SLURM_CONF", "/etc/ours")
-    call()
+    CALLS[name]()
     seen = dict(line.partition("=")[::2] for line in (tmp_path / "seen").read_text().splitlines())
-    assert seen.keys().isdisjoint(hostile.split())
+    assert seen.keys().isdisjoint(hostile)
     assert seen["SLURM_CONF"] == "/etc/ours"
     assert ("TOKEN" in seen) == (name == "sbatch")
 
@@ -168,24 +155,16 @@ def test_silent_cluster_is_asked_again(
     ("printed", "number"),
     [
         ("1201", "1201"),
-        ("1201;alps", "1201"),
         ("Welcome\n----> checks ... OK\n1201;alps\n", "1201"),
-        ("", None),
         ("Usage: sbatch [OPTIONS(0)...]", None),
         ("slurm 24.11.5", None),
-        ("7 8", None),
         ("-7", None),
     ],
 )
-def test_a_job_has_a_number_below_a_sites_own_words(
-    printed: str, number: str | None, install: Install
-) -> None:
+def test_job_number_below_a_sites_words(printed: str, number: str | None, install: Install) -> None:
     install("sbatch", f"echo '{printed}'")
-    if number is not None:
+    with contextlib.nullcontext() if number else pytest.raises(SlurmError):
         assert submitted() == number
-        return
-    with pytest.raises(SlurmError):
-        submitted()
 
 
 def test_unexecutable_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +266,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def numbers(answer: _Queue | None) -> list[str]:
-    return [] if answer is None else [job.id for job in answer.jobs]
-
-
 @pytest.mark.parametrize(("ahead_s", "asks"), [(5, 0), (-5, 0), (3600, 1), (-3600, 1)])
 def test_answer_of_another_clock_counts(
     ahead_s: float, asks: int, asked: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,7 +282,8 @@ def test_answer_of_another_clock_counts(
 
 def test_asked_as_rarely_without_a_cache(asked: list[float], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert [numbers(queue("here", 30)) for _ in range(5)] == [["7"]] * 5
+    answers = [queue("here", 30) for _ in range(5)]
+    assert [[job.id for job in answer.jobs] for answer in answers if answer] == [["7"]] * 5
     assert len(asked) == 1
 
 

@@ -1,6 +1,4 @@
-"""What is shown of a job that waits, and what a run directory written by somebody else can make of
-it.
-"""
+"""What is shown of a job that waits, and what another user's run directory can make of it."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
 
 
 def test_why_a_job_failed_is_said(slurm: Queue) -> None:
-    """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it
-    wrote before.
-    """
+    """``setup`` may write anything, and a job that starts again appends to its log."""
     written = b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: no\x1b[0m\nended"
     (slurm.run.attempt_dir(1) / "slurm.7.log").write_bytes(written)
     slurm.says("FAILED")
@@ -165,9 +161,7 @@ def test_foreign_submission_is_none(change: dict[str, object], slurm: Queue) -> 
 
 
 def test_nothing_is_asked_for_others(slurm: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must
-    not decide how often Slurm is asked.
-    """
+    """A colleague's job is not among one's own, and a forged ``poll_s`` decides nothing."""
     asked: list[object] = []
     monkeypatch.undo()
     monkeypatch.setattr(client, "_call", lambda *call: asked.append(call))
@@ -178,9 +172,7 @@ def test_nothing_is_asked_for_others(slurm: Queue, monkeypatch: pytest.MonkeyPat
 
 
 def test_job_of_another_run_is_neither_believed_nor_cancelled(slurm: Queue, tmp_path: Path) -> None:
-    """A copied folder carries the number of the original's job, and may have the original's
-    name.
-    """
+    """A copied folder carries the number of the original's job, and perhaps its name."""
     copied = RunDirectory(shutil.copytree(slurm.run.path, tmp_path / "backup" / slurm.run.name))
     slurm.says("CANCELLED")
     assert current_state(copied).state == "queued"
@@ -190,9 +182,7 @@ def test_job_of_another_run_is_neither_believed_nor_cancelled(slurm: Queue, tmp_
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_job_without_number_is_found_by_its_folder(
-    linked: bool, slurm: Queue, tmp_path: Path
-) -> None:
+def test_job_without_number_is_found_by_folder(linked: bool, slurm: Queue, tmp_path: Path) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
     slurm.submit(job_id="")
     (tmp_path / "link").symlink_to(tmp_path / "runs")

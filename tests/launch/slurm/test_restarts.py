@@ -1,12 +1,10 @@
-"""Jobs that Slurm starts again, and jobs that continue a run whose job has ended; tests/slurm has
-the real ones.
-"""
+"""Jobs that Slurm starts again, and jobs that continue a run whose job has ended."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +12,6 @@ from typing import NoReturn
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import in_job
 from so_tui.launch.in_job import _attempt_of_restart, _goes_on, _put_back, _told_attempt
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import current_state, start, stop
@@ -26,7 +23,6 @@ from so_tui.launch.supervisor.run import refuse_start
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import OutcomeCode, RunState
-from so_tui.spec import InputError
 from tests.support.launching import tiny
 from tests.support.problems import rejected
 from tests.support.records import change_state
@@ -91,20 +87,14 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
         assert waiting.result(10) == made[-1]
         trains(run, made[-1])
     assert made == [2, 3]
-
-
-def test_other_nodes_are_told_of_the_end(run: RunDirectory) -> None:
     change_state(run, state="finished", code=OutcomeCode.FINISHED)
-    waiting = told_soon(run, 1)
-    with pytest.raises(InputError):
-        _attempt_of_restart(run, 1, MACHINE, 1)
-    with rejected("not-continued"):
-        waiting.result(10)
+    waiting = told_soon(run, 3)
+    for end in (partial(_attempt_of_restart, run, 1, MACHINE, 3), partial(waiting.result, 10)):
+        with rejected("not-continued"):
+            end()
 
 
-def test_silent_first_node_is_not_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_first_node_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = count(step=1e6)
     monkeypatch.setattr("so_tui.launch.in_job.time.monotonic", lambda: next(now))
     with rejected("first-node-silent"):
@@ -118,39 +108,24 @@ def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "code"),
+    ("asked", "state", "code", "continues"),
     [
-        ("finished", OutcomeCode.FINISHED),
-        ("failed", OutcomeCode.OUT_OF_GPU_MEMORY),
-        ("failed", OutcomeCode.NON_FINITE),
-        ("failed", OutcomeCode.JOB_CANCELLED),
-    ],
-)
-def test_a_run_that_ended_by_itself_does_not_continue(
-    state: str, code: str, run: RunDirectory
-) -> None:
-    change_state(run, state=state, code=code)
-    is_not_continued(run)
-
-
-@pytest.mark.parametrize(
-    ("asked", "continues"),
-    [
-        ([{}], False),
-        ([{"signalled": True}], True),
-        ([{"warned": True}], True),
-        ([{}, {"signalled": True}, {"warned": True}], False),
+        ([{}], "stopped", OutcomeCode.STOPPED, False),
+        ([{"signalled": True}], "stopped", OutcomeCode.STOPPED, True),
+        ([{"warned": True}], "stopped", OutcomeCode.STOPPED, True),
+        ([{}, {"signalled": True}, {"warned": True}], "stopped", OutcomeCode.STOPPED, False),
+        ([], "finished", OutcomeCode.FINISHED, False),
+        ([], "failed", OutcomeCode.NON_FINITE, False),
+        ([], "failed", OutcomeCode.JOB_CANCELLED, False),
     ],
 )
 def test_a_run_that_a_person_stopped_does_not_continue(
-    asked: list[dict[str, bool]], continues: bool, run: RunDirectory
+    asked: list[dict[str, bool]], state: str, code: str, continues: bool, run: RunDirectory
 ) -> None:
-    """A scheduler that ends a job sends signals; neither they nor its warning replace what a person
-    wants.
-    """
+    """Nor one that ended by itself. A scheduler's signals do not replace what a person wants."""
     for how in asked:
         request_stop(run, **how)
-    change_state(run, state="stopped", code=OutcomeCode.STOPPED)
+    change_state(run, state=state, code=code)
     if continues:
         assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
     else:
@@ -207,23 +182,6 @@ def test_a_job_near_its_time_limit_is_put_back(
     assert read_state(run).saved_step == 4
 
 
-def test_run_without_successor_may_be_deleted_at_its_end(
-    tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deleted_meanwhile(of: RunDirectory, *_: object) -> int:
-        shutil.rmtree(of.path)
-        return 7
-
-    monkeypatch.setattr(in_job, "supervise", deleted_meanwhile)
-    spec = tiny(slurm__partition="gh", slurm__continues="false")
-    once = start(prepare(spec, MACHINE), runs_dir=tmp_path / "once")
-    mask = os.umask(0o022)
-    try:
-        assert in_job.supervise_in_job(once, 1) == 7
-    finally:
-        os.umask(mask)
-
-
 # Whether another job continues a run whose job has ended.
 
 WARNED = {"warned": True}
@@ -238,11 +196,9 @@ PERSON: dict[str, bool] = {}
         ("stopped", 10, 20, [WARNED], False, True),
         ("stopped", 10, 10, [WARNED], False, False),
         ("stopped", 10, None, [WARNED], False, False),
-        ("stopped", None, None, [WARNED], False, False),
         ("stopped", None, 0, [WARNED], False, False),
         ("finished", None, 20, [WARNED], False, False),
         ("failed", None, 20, [WARNED], False, False),
-        ("lost", None, 20, [WARNED], False, False),
         # Whether the person or the warning came first.
         ("stopped", None, 20, [WARNED, PERSON], False, False),
         ("stopped", None, 20, [PERSON, WARNED], False, False),

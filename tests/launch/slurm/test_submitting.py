@@ -1,6 +1,4 @@
-"""Starts that Slurm is given, refuses, or answers too late. ``sbatch`` is a function here;
-tests/slurm has the real one.
-"""
+"""Starts that Slurm is given, refuses, or answers too late. ``sbatch`` is a function here."""
 
 from __future__ import annotations
 
@@ -107,22 +105,8 @@ def test_refusal_changes_nothing(
     assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))
 
 
-def test_a_script_is_submitted_as_it_was_edited(
-    submitted: list[str], launch: Launch, tmp_path: Path
-) -> None:
+def test_edited_script_is_submitted(submitted: list[str], launch: Launch, tmp_path: Path) -> None:
     edit = SlurmExecutor(edit=lambda script: script + "# edited\n")
     run = start(launch, runs_dir=tmp_path / "runs", executor=edit)
     assert submitted == [str(run.attempt_dir(1))]
     assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
-
-
-def test_abandoned_edit_leaves_nothing(
-    submitted: list[str], launch: Launch, tmp_path: Path
-) -> None:
-    def given_up(_script: str) -> str:
-        raise SoTuiError("the editor ended with code 1")
-
-    with pytest.raises(SoTuiError, match="editor"):
-        start(launch, runs_dir=tmp_path / "runs", executor=SlurmExecutor(edit=given_up))
-    assert submitted == []
-    assert list((tmp_path / "runs").iterdir()) == []

@@ -1,6 +1,4 @@
-"""Two ranks that pretend to step ten times a second; what they do otherwise is said by FAKE_TRAINER
-(space-separated words).
-"""
+"""Two ranks that pretend to step; what else they do is said by words in FAKE_TRAINER."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from so_tui.runs import MetricsWriter, RunDirectory, read_state
+from msgspec.structs import asdict
+
+from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -22,6 +23,7 @@ from so_tui.runs.records import (
     StartRecord,
     StepRecord,
 )
+from tests.support.records import step_record
 
 STEP_S = 0.1
 LONG_S = 150.0
@@ -30,18 +32,6 @@ they have caught up.
 """
 RANK = int(os.environ["RANK"])
 MANNERS = os.environ.get("FAKE_TRAINER", "").split()
-
-
-class Records:
-    """Writes the records of an attempt; those of rank 1 go nowhere, as in the trainer."""
-
-    def __init__(self, run: RunDirectory, attempt: int) -> None:
-        self._attempt = attempt
-        self._writer = MetricsWriter(run, attempt) if RANK == 0 else None
-
-    def write(self, kind: type[MetricRecord], *, ago_s: float = 0.0, **values: Any) -> None:
-        if self._writer:
-            self._writer.append(kind(attempt=self._attempt, time=time.time() - ago_s, **values))
 
 
 def main() -> int:
@@ -66,41 +56,37 @@ def main() -> int:
 def train(run: RunDirectory, attempt: int) -> int:
     given = (word.removeprefix("steps=") for word in MANNERS if word.startswith("steps="))
     steps = int(next(given, 1_000_000))
-    records = Records(run, attempt)
+    writer = MetricsWriter(run, attempt) if RANK == 0 else None
+
+    def write(kind: type[MetricRecord], **values: Any) -> None:
+        if writer is not None:
+            writer.append(kind(**{"attempt": attempt, "time": time.time()} | values))
+
     sizes = {"ranks": 2, "total_steps": steps, "parameters": 1}
-    records.write(StartRecord, model="fake", mode="zerooffload", **sizes)
-    records.write(PhaseRecord, phase="training")
+    write(StartRecord, model="fake", mode="zerooffload", **sizes)
+    write(PhaseRecord, phase="training")
     for step in range(1, steps + 1):
         time.sleep(STEP_S)
-        write_step(records, step)
+        at = time.time() - (max(0.0, LONG_S - 5 * step) if "long-ago" in MANNERS else 0.0)
+        values = {"attempt": attempt, "time": at, "loss": 2.0 / step, "step_s": STEP_S}
+        write(StepRecord, **asdict(step_record(step)) | values)
         if "forks" in MANNERS and RANK == 0 and step <= 20:
             os.system("true &")  # it ends at once, and nobody but its subreaper collects it
-        if "crash" in MANNERS and RANK == 1 and step >= 3 and known(run):
-            raise RuntimeError("the loss is a teapot")
         if "mourns" in MANNERS and RANK == 1 and step > 3 and rank_0_is_gone(run):
             (run.attempt_dir(attempt) / "failure.rank1.json").write_text(
                 '{"rank": 1, "reason": "another rank was lost"}'
             )
             raise ConnectionError("closed by peer")
         if (run.control_dir / "stop").exists() and "stubborn" not in MANNERS:
-            return leave(records, run, step, "stopped")
+            return leave(write, run, step, "stopped")
     while "held" in MANNERS and not (run.path / "released").exists():
         time.sleep(STEP_S)
-    return leave(records, run, steps, "finished")
+    return leave(write, run, steps, "finished")
 
 
 def shared_memory(run: RunDirectory) -> Path:
-    """Return this process's file in /dev/shm, named as torch names its own. The end of the name is
-    the run's alone: pids are reused.
-    """
+    """Return a file as torch names its own; its end is the run's alone, as pids are reused."""
     return Path(f"/dev/shm/torch_{os.getpid()}_{run.path.name}")
-
-
-def known(run: RunDirectory) -> bool:
-    """Return whether the supervisor has seen this process. A real rank imports for seconds before
-    it can fail; this one does not.
-    """
-    return any(process.pid == os.getpid() for process in read_state(run).processes)
 
 
 def rank_0_is_gone(run: RunDirectory) -> bool:
@@ -109,37 +95,15 @@ def rank_0_is_gone(run: RunDirectory) -> bool:
     return started.exists() and not Path("/proc", started.read_text(), "exe").exists()
 
 
-def leave(records: Records, run: RunDirectory, step: int, state: str) -> int:
+def leave(write: Callable[..., None], run: RunDirectory, step: int, state: str) -> int:
     (run.checkpoints_dir / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
     path = str(run.checkpoints_dir)
-    records.write(CheckpointRecord, step=step, path=path, bytes=1, seconds=0.0)
-    records.write(EndRecord, state=state, step=step, saved=path)
+    write(CheckpointRecord, step=step, path=path, bytes=1, seconds=0.0)
+    write(EndRecord, state=state, step=step, saved=path)
     shared_memory(run).unlink()
     if "lingers" in MANNERS:
         time.sleep(1)
     return 6 if "bad-exit" in MANNERS else 0
-
-
-def write_step(records: Records, step: int) -> None:
-    unmeasured = ("data", "forward", "backward", "exposed_optimizer")
-    rates = ("model_tflops_per_gpu", "hw_tflops_per_gpu", "seed_tflops_total")
-    unknown = ("gradient_norm", "mfu", "gpu_memory_peak_bytes", "host_memory_bytes")
-    records.write(
-        StepRecord,
-        ago_s=max(0.0, LONG_S - 5 * step) if "long-ago" in MANNERS else 0.0,
-        step=step,
-        loss=2.0 / step,
-        learning_rate=1e-5,
-        useful_tokens=10,
-        trained_tokens=5,
-        useful_tokens_per_s_total=100.0,
-        step_s=STEP_S,
-        other_s=STEP_S,
-        slowest_rank=0,
-        **{f"{part}_s": 0.0 for part in unmeasured},
-        **dict.fromkeys(rates, 0.0),
-        **dict.fromkeys(unknown),
-    )
 
 
 if __name__ == "__main__":
