@@ -63,7 +63,12 @@ def main(model: Path) -> None:
     check_tools()
     with loopback_hub() as hub:
         hub.add("models", NAME, {name: (model / name).read_bytes() for name in FILES})
-        environment = hub.environment(HOME / "cache")
+        environment = {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(HOME / "cache"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
         write(
             FOLDER / "pretrained.cast",
             "so-tui: fetch, fine-tune, compare",

@@ -38,10 +38,10 @@ from so_tui.spec.errors import (
     shown,
     some,
 )
-from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tree
+from so_tui.spec.merge import complete_tree, differences, merged, spec_tree
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
-from so_tui.trust.decoding import TooDeepError, decode_toml
+from so_tui.trust.decoding import TooDeepError, Tree, decode_toml
 from so_tui.trust.files import UnfitFileError, read_bounded
 from so_tui.trust.text import quoted
 from so_tui.units import thousands

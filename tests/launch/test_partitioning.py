@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from so_tui.commands import mpam
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
+from so_tui.plan.plan import Binding
 from tests.support.machines import superchips
 from tests.support.problems import rejected
 from tests.support.sysroots import build_files

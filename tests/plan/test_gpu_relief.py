@@ -14,8 +14,6 @@ from so_tui.launch.ds_config import _published_config, ds_config
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     ModelProfile,
-    attention_bytes,
-    block_input_bytes,
     offloaded_bytes,
     profile_of,
 )
@@ -66,7 +64,8 @@ def sizes_of(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
 def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> None:
     before, after = where_they_are(offload__ratio=ratio)
-    layout, layer = after.layout, after.target.profile.largest_layer
+    layout, profile = after.layout, after.target.profile
+    layer = profile.largest_layer
     moved = 2 * layout.cpu_numel
     assert sizes_of(before, "weights") == [("gpu", 2 * layout.numel)]
     assert not sizes_of(before, "host-weights") + sizes_of(before, "fetched-weights")
@@ -75,7 +74,7 @@ def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> Non
         [("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else []
     )
     ((place, fetched),) = sizes_of(after, "fetched-weights")
-    held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + layout.largest_parameter
+    held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + profile.largest_parameter
     assert place == "gpu"
     assert fetched == pytest.approx(1.2 * 2 * held)
     assert moved - 1.1 * fetched < before.demand.gpu_bytes - after.demand.gpu_bytes < moved
@@ -96,9 +95,9 @@ def test_zero_offload_keeps_all_weights_on_the_host() -> None:
 
 def test_each_of_several_ranks_fetches_its_shards() -> None:
     found = assessed(gpus="2", offload__ratio="1", **ON_HOST)
-    layer, layout = found.target.profile.largest_layer, found.layout
+    layout, profile = found.layout, found.target.profile
     assert sizes_of(found, "host-weights") == [("node", 2 * layout.numel)]
-    share = max(live_parameters(layer, 2), layout.largest_parameter) / 2
+    share = max(live_parameters(profile.largest_layer, 2), profile.largest_parameter) / 2
     ((_, fetched),) = sizes_of(found, "fetched-weights")
     assert fetched == pytest.approx(1.2 * 2 * share, rel=1e-6)
 
@@ -191,7 +190,7 @@ def test_optimizers_that_keep_weights_on_the_gpu_refuse() -> None:
 SHAPE = profile_of(long_spec(512).model).architecture
 """Of the 4B shape."""
 SHORT, LONG = 16_384, 524_288
-INPUT, RESULT = SHORT * block_input_bytes(SHAPE), SHORT * attention_bytes(SHAPE)
+INPUT, RESULT = SHORT * SHAPE.input_bytes, SHORT * sum(SHAPE.result_bytes)
 """Bytes of a layer's, for a short sequence."""
 
 
@@ -242,7 +241,7 @@ def test_attentions_results_leave_the_gpu_with_them_or_alone(offload: str) -> No
     # Layers without attention keep none of its results.
     few = replace(SHAPE, other_layers=27)
     alone = long_spec(SHORT, **given("attention", "attention")).model
-    assert offloaded_bytes(few, alone) == attention_bytes(SHAPE) * (SHAPE.layers - 27)
+    assert offloaded_bytes(few, alone) == sum(SHAPE.result_bytes) * (SHAPE.layers - 27)
 
 
 def chosen(plan: Plan) -> tuple[str, str, str]:

@@ -25,7 +25,10 @@ def trained(speculation_bytes: int, accumulation: int) -> tuple[Any, ...]:
     """Train with a falling learning rate; return losses, states and stats. Half of the steps have
     a norm above the limit.
     """
-    run = {"clipping": {1: 10.7, 4: 7.1}[accumulation], "accumulation": accumulation}
+    run: dict[str, Any] = {
+        "clipping": {1: 10.7, 4: 7.1}[accumulation],
+        "accumulation": accumulation,
+    }
     with support.offloading(speculation_bytes=speculation_bytes, **run) as made:
         losses = []
         for step in range(30):
