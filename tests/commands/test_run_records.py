@@ -12,11 +12,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from so_tui.commands.parser import build_parser
-from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
+from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.export import COLUMNS
 from so_tui.runs.listing import LONGEST_NOTE, read_notes
 from so_tui.runs.records import EvaluationRecord, ResumedRecord
-from so_tui.runs.results import recent_results, result_of_order, result_text
 from so_tui.settings import RunListSettings
 from so_tui.spec import find_preset, load_catalog, save_preset
 from tests.support.commands import Call
@@ -34,7 +33,7 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ended_run(
     runs_dir: Path, name: str, state: Any = "finished", *, steps: int = 0, **others: Any
 ) -> RunDirectory:
-    return write_run(runs_dir, steps=steps, seconds_of_samples=1, state=state, name=name, **others)
+    return write_run(runs_dir, steps=steps, state=state, name=name, **others)
 
 
 @pytest.fixture
@@ -113,22 +112,6 @@ def test_runs_are_sorted_as_asked_or_as_set(call: Call) -> None:
     assert all(listed[run["name"]]["results"] == run["results"] for run in compared)
     table = call("runs").out
     assert all(f"{loss:.4f}" in table for loss in losses)
-
-
-@pytest.mark.parametrize(
-    ("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory")]
-)
-def test_the_list_shows_what_it_is_sorted_by(
-    two: tuple[RunDirectory, RunDirectory], call: Call, sort: str, heading: str
-) -> None:
-    key = result_of_order(sort)
-    assert key is not None
-    table = call("runs --sort", sort).out
-    assert heading in table.splitlines()[0]
-    for run in two:
-        results = recent_results(run, read_spec(run), read_state(run).total_steps)
-        assert result_text(results, key) in table
-    assert heading not in call("runs").out.splitlines()[0]
 
 
 def test_every_step_is_in_the_table_once(runs_dir: Path, tmp_path: Path, call: Call) -> None:

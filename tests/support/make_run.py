@@ -108,7 +108,7 @@ def write_run(
     total: int = 5000,
     state: State = "training",
     nan_steps: range = range(0),
-    seconds_of_samples: int = 900,
+    seconds_of_samples: int = 2,
     seed: int = 7,
     now: float | None = None,
     name: str | None = None,
@@ -346,4 +346,4 @@ def _write_log(
 
 
 if __name__ == "__main__":
-    print(write_run(Path(sys.argv[1])).path)
+    print(write_run(Path(sys.argv[1]), seconds_of_samples=900).path)

@@ -72,8 +72,6 @@ async def test_this_host_is_sampled_while_it_is_shown(
             await ui.until(lambda: pid in ui.shown("#processes").split())
             rows = [line.split() for line in ui.shown("#processes").splitlines()]
             assert [row[-1] for row in rows if row[:1] == [pid]] == [core]
-        if size[1] > 24:
-            assert ui.find("HostPanel Chart", Chart).lines
         assert screen.sample_soon()
         await ui.press("1")
         await ui.presets()
@@ -108,7 +106,7 @@ async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
 
 
 async def test_a_screen_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
-    app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2, seconds_of_samples=2))
+    app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2))
     async with app.run_test() as pilot:
         app.action_show("machine")
         await Driver(app, pilot).until(lambda: app.machine is not None)
@@ -146,7 +144,7 @@ OUTCOMES = (
 FULL = replace(REPORT, outcomes=OUTCOMES, agreement=reports._agreement_of(OUTCOMES))
 
 
-@pytest.mark.parametrize("width", [40, 74, 114, 194])
+@pytest.mark.parametrize("width", [40, 194])
 def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
     lines = _report_lines(FULL, width)
     assert max(line.cell_length for line in lines) <= width
