@@ -303,13 +303,8 @@ def test_what_is_copied_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, call: Ca
     assert shlex.join(launch["argv"]) in shown
 
 
-@pytest.mark.parametrize("option", ["", "-q"])
 def test_checks_are_said_as_they_begin_beside_what_scripts_read(
-    option: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     said = []
 
@@ -319,8 +314,8 @@ def test_checks_are_said_as_they_begin_beside_what_scripts_read(
 
     monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
     monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())
-    assert call(f"run tiny --plain --runs-dir {tmp_path / 'runs'} {option}")[:2] == (2, "")
-    ((out, err),) = said
-    lines = [line for line in err.splitlines() if "checking" in line]
-    assert (out, len(lines)) == ("", 0 if option else 3)
-    assert option or ("files" in lines[0] and "model" in lines[-1])
+    for option in ("", "-q"):
+        assert call(f"run tiny --plain {option}")[:2] == (2, "")
+    told, quiet = ([line for line in err.splitlines() if "checking" in line] for _, err in said)
+    assert ([out for out, _ in said], len(told), quiet) == (["", ""], 3, [])
+    assert ("files" in told[0], "model" in told[-1]) == (True, True)

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from msgspec.structs import replace
@@ -244,7 +244,8 @@ def test_unread_samples_are_shown_by_a_later_poll(
 
 
 def at_second(second: float, load: int) -> Sample:
-    memory = {"memory_used_bytes": load, "memory_total_bytes": 100, "file_cache_bytes": 0}
+    memory: dict[str, Any] = {"memory_used_bytes": load, "memory_total_bytes": 100}
+    memory["file_cache_bytes"] = 0
     nodes = (NodeSample(id=0, cores=(load,) * 72, **memory),)
     sample = Sample(attempt=1, time=NOW + second, interval_s=1.0, nodes=nodes)
     if load <= 50:

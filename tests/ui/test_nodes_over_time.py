@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -113,10 +114,11 @@ EVERY_NAME = tuple(
 def one_sample(
     second: float, *gpus: GpuSample, cores: tuple[int, ...] = (100, 50), run_cpu_s: float = 0.0
 ) -> Sample:
-    memory = {"memory_used_bytes": 3, "memory_total_bytes": 9, "file_cache_bytes": 2}
-    nodes = (NodeSample(id=0, cores=cores, **memory),)
+    node = NodeSample(
+        id=0, cores=cores, memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2
+    )
     return Sample(
-        attempt=1, time=second, interval_s=1.0, nodes=nodes, gpus=gpus, run_cpu_s=run_cpu_s
+        attempt=1, time=second, interval_s=1.0, nodes=(node,), gpus=gpus, run_cpu_s=run_cpu_s
     )
 
 
@@ -124,9 +126,10 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
     store = LoadStore()
     store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
-        load = {"busy_percent": 90 + second, "clock_mhz": 1000 + second, "throttling": reasons}
-        memory = {"memory_used_bytes": 5 << 30, "memory_total_bytes": 95 << 30}
-        gpu = GpuSample(index=3, power_w=650.0, power_limit_w=700.0, **load, **memory)
+        values: dict[str, Any] = {"busy_percent": 90 + second, "clock_mhz": 1000 + second}
+        values |= {"memory_used_bytes": 5 << 30, "memory_total_bytes": 95 << 30}
+        values |= {"power_w": 650.0, "power_limit_w": 700.0, "throttling": reasons}
+        gpu = GpuSample(index=3, **values)
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
 

@@ -31,14 +31,7 @@ from so_tui.ui.charts.canvas import (
     time_values,
 )
 from so_tui.ui.charts.chart import _arranged, _Figure
-from so_tui.ui.charts.drawing import (
-    GUTTER,
-    Mark,
-    axis_row,
-    cells_in,
-    gutter_text,
-    plot_rows,
-)
+from so_tui.ui.charts.drawing import GUTTER, Mark, axis_row, cells_in, gutter_text
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark, _thinned
 from so_tui.ui.text import GlyphName
@@ -103,19 +96,6 @@ def test_scales_without_spread_or_data_still_have_a_height() -> None:
     for value in (1e-5, 3e-4, 1e5, 1e16):  # such as means of a constant learning rate
         scale = fit_scale([[(value, math.nextafter(value, math.inf))]], log=True)
         assert 0 < (scale.height(value, 100) or 0) < 99
-
-
-def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu() -> None:
-    colours = {"band": "red", "main": "blue", "gpu": "green", "empty": "white"}
-    styles = {role: Style(color=colour) for role, colour in colours.items()}
-    loads = {"band": 80, "main": 80, "gpu": 100}
-    lines = [replace(line_of([load] * 40)[0], role=role) for role, load in loads.items()]
-    place = Axis("time", 1, 40), lambda _: Scale(0, 100), (20, 1), GLYPHS["braille"], styles
-    both, alone = (plot_rows(some, *place)[0][0] for some in (lines, lines[:2]))
-    dots = ord(alone[0].text[0]) - 0x2800
-    for segment in both:
-        assert all((ord(character) - 0x2800) & dots == dots for character in segment.text)
-    assert {segment.style for segment in both} == {styles["main"], styles["gpu"]}
 
 
 def test_a_mean_after_a_spike_is_exact() -> None:

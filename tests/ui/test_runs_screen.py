@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shutil
 import time
@@ -20,7 +19,6 @@ from textual.widgets import DataTable
 
 from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
-from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.settings_file import load_settings
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import write_picture
@@ -114,20 +112,6 @@ async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
         assert ui.app.starting == ""
     assert read_state(run).attempt == 1
     assert len(list(run.attempts_dir.iterdir())) == 1
-
-
-async def test_the_user_may_declare_a_run_ended(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=10, name="far")
-    change_state(run, state="training", host="elsewhere", boot_id="another")
-    os.utime(run.state_path, (time.time() - (STALE_S + OLD_S) / 2,) * 2)
-    async with listed(runs_dir, "s Stop") as ui:
-        for answer, state in (("n", "training"), ("y", "lost")):
-            await ui.press("s")
-            await ui.until(lambda: "Has far ended?" in ui.text())
-            assert "elsewhere" in ui.text()
-            await ui.press(answer)
-            await ui.until(lambda: "Has far ended?" not in ui.text())
-            await ui.until(lambda: read_state(run).state == state)  # noqa: B023 - called at once
 
 
 async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import combinations
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.color import Color, Lab, rgb_to_lab
@@ -25,7 +29,6 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.themes import COLOUR_BLIND, CONTRAST, DARK, THEMES
 from so_tui.ui.widgets import FindField
 from so_tui.units import memory_size, show_memory_in
-from tests.support.held_threads import HeldThreads
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened, rows_of
 
@@ -52,6 +55,24 @@ async def test_settings_are_changed_in_the_application_and_kept(runs_dir: Path) 
         assert (kept.problems, screen.theme, screen.units) == ((), CONTRAST.name, "decimal")
         assert memory_size(96 * 10**9) == "96.0 GB"
         show_memory_in("binary")
+
+
+class HeldThreads(ThreadPoolExecutor):
+    """Holds what it is given until it is released; then the newest begins first, as it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append((future, partial(work, *args, **kwargs)))
+        return future
+
+    def release(self) -> None:
+        while self.held:
+            future, work = self.held.pop()
+            future.set_result(work())
 
 
 async def test_the_last_change_is_kept_whichever_thread_is_first(runs_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +24,6 @@ from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.dialogs import JobQuestion, Notice, Question
 from so_tui.ui.preset_actions import ask_to_launch
-from tests.support.held_threads import LateThreads
 from tests.support.launching import tiny
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
@@ -165,15 +163,10 @@ async def test_a_refused_launch_leads_back_and_is_started_anyway(runs_dir: Path)
         assert "No run yet" in ui.text()
         await ui.press("1")
         await ui.presets()
-        threads = LateThreads()
-        asyncio.get_running_loop().set_default_executor(threads)
         await ui.press("l", "y")
         await ui.until(lambda: isinstance(ui.screen, Notice))
         await ui.pilot.click("#offer")
         await ui.until(lambda: len(start.asked) == 3)
-        threads.release()
-        await ui.pilot.pause()
-        assert ui.app.starting, "what has ended is the thread of the refused one"
         assert "▸ checks" in ui.text()
         start.ready.set()
         await ui.until(lambda: not ui.app.starting and at_loss(ui))

@@ -94,8 +94,6 @@ def test_another_data_source_shows_what_it_clears() -> None:
     spec = find_preset("qwen3-14b").spec
     assert with_values(spec, edits) == with_values(spec, dict([other]))
     assert edited("qwen3-14b", other, same) == {}
-    whole = ("data.split", "train")
-    assert edited("qwen3-14b", whole, same) == dict([whole])
     part = edited("qwen3-14b", other, ("data.split", "train[:5%]"), ("data.source", "more.jsonl"))
     assert part["data.split"] == "train[:5%]"
 

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -107,14 +106,6 @@ class Terminal:
         ).stdout
 
 
-@pytest.fixture
-def user(tmp_path: Path) -> Iterator[Terminal]:
-    """Somebody who has never run so-tui."""
-    terminal = Terminal(tmp_path)
-    yield terminal
-    terminal.close()
-
-
 def watched_to_its_end(user: Terminal) -> RunDirectory:
     """Follow the only run on the dashboard: what is shown of a step is what the run recorded."""
     shown = user.matched(rf"(\S+) +● training +step ([1-9]\d*) / {STEPS}\b")
@@ -137,7 +128,12 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 @pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
-def test_by_keyboard_alone(user: Terminal) -> None:
+def test_by_keyboard_alone(tmp_path: Path) -> None:
+    with closing(Terminal(tmp_path)) as user:
+        walk(user)
+
+
+def walk(user: Terminal) -> None:
     # The cursor stands on the model that this machine can train.
     user.press("enter", named="enter Configure")
     user.matched(r"tiny \(embedded\)   preset tiny")
