@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from textual import events
 from textual.app import App, ComposeResult
+from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
 from so_tui.plan.plan import Launch
@@ -258,7 +259,7 @@ async def test_a_field_is_stepped_found_and_described(runs_dir: Path) -> None:
 async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
     async with opened(runs_dir, (80, 24)) as ui:
         await ui.configure()
-        form = ui.find("#form", FormPanel)
+        form = ui.find("#form", Widget)
         before = form.region
         await ui.press("slash")
         await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
