@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -112,13 +113,17 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
         await ui.until(lambda: "page 3 of 3" in ui.text())
 
 
+def smoothed_by(ui: Driver, smoothing: str) -> bool:
+    heading = ui.heading("#loss")
+    return smoothing in heading and ("mean" in heading) == (smoothing == "mean of")
+
+
 async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120)
     async with opened(runs_dir, (150, 36), open_run=run, shows="training") as ui:
         for keys, smoothing in (("", "mean of"), ("w", ""), ("www", "EMA 0.9 "), ("W", "EMA 0.8 ")):
             await ui.press(*keys)
-            await ui.until(lambda: smoothing in ui.heading("#loss"))  # noqa: B023 - called at once
-            assert ("mean" in ui.heading("#loss")) == (smoothing == "mean of")
+            await ui.until(partial(smoothed_by, ui, smoothing))
         assert "EMA 0.8 " in ui.heading("#throughput")
         ui.find("#throughput", Chart).focus()
         await ui.press("L", "R")

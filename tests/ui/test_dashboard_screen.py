@@ -347,7 +347,7 @@ def test_stages_have_one_row_each_after_the_checks() -> None:
     assert [line[0] for line in lines] == [*"✓✓✓✓", "▸"]
     assert ["doing" in line for line in lines] == [*[False] * 4, True], "only what runs says what"
     later = [loading(131, stage="checkpoint"), loading(140, phase="training")]
-    assert [name for name, _ in shown(*phases, *later)[6:]] == ["saved states", FIRST_STEP]
+    assert [name for name, _ in shown(*phases, *later)[-2:]] == ["saved states", FIRST_STEP]
     assert "-" not in "".join(timeline(95.0, loading(90, "a clock that is behind")))
 
 
