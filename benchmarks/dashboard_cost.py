@@ -226,7 +226,7 @@ def dashboard(
     with tempfile.TemporaryDirectory() as folder:
         machine = make_run.quad_machine()
         plan = make_run.plan_for(machine, "qwen3-14b", 4, 5000)
-        run = make_run.write_run(Path(folder), machine=machine)
+        run = make_run.write_run(Path(folder), machine=machine, seconds_of_samples=900)
         metrics, samples = MetricsWriter(run, 1), SampleWriter(run, machine.hostname)
         chance, step = random.Random(1), 1240
 
@@ -256,7 +256,9 @@ def million(seconds: float) -> Cost:
     from tests.support.long_run import write_long_run
 
     with tempfile.TemporaryDirectory() as folder:
-        run = make_run.write_run(Path(folder), machine=make_run.quad_machine())
+        run = make_run.write_run(
+            Path(folder), machine=make_run.quad_machine(), seconds_of_samples=900
+        )
         for path in run.metrics_dir.iterdir():
             path.unlink()
         last = write_long_run(run, 1_000_000)

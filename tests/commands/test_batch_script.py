@@ -104,13 +104,6 @@ def test_a_refused_script_can_be_changed_again_at_once(
         assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
-@pytest.mark.usefixtures("slurm")
-def test_unchanged_is_not_kept(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    monkeypatch.setenv("EDITOR", "true")
-    assert call(f"{SUBMIT} --edit").code == 2
-    assert kept() == []
-
-
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
 def test_other_scripts_are_refused(
     content: bytes | None, slurm: Path, tmp_path: Path, call: Call

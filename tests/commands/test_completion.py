@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,6 @@ from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
 from so_tui.spec import field_index, find_preset
 from tests.support.hostile import IN_A_NAME
-from tests.support.shells import install_command, offered
 from tools.words import FILE, words
 
 NOT_PLAIN = (
@@ -25,6 +29,66 @@ NOT_PLAIN = (
 )
 BUILT_IN = {path.stem for path in builtin_folder().glob("*.toml")}
 Offers = Callable[..., list[set[str]]]
+_READY = b"READY> "
+_INSERT_ALL, _SAVE = "\x1b*", "\x0f"  # Alt-*, Ctrl-O
+_SCRIPTS = Path(__file__).parents[1] / "data" / "shells"
+
+
+def offered(
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
+) -> list[list[str]]:
+    """Return the words that bash, zsh or fish offers in place of the last one of each line, as it
+    would insert them. The ``folder`` is empty, and for the shell's own files.
+    """
+    if shell == "fish":
+        done = subprocess.run(
+            ["fish", "--no-config", _SCRIPTS / "offered.fish", *lines],
+            cwd=cwd,
+            env={**environment},
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=True,
+            timeout=60,
+        )
+        return [line.split() for line in done.stdout.splitlines()]
+    left = _command_lines(shell, lines, folder, cwd, environment)
+    return [
+        after[len(before) - len(before.split(" ")[-1]) :].split()
+        for before, after in zip(lines, left, strict=True)
+    ]
+
+
+def _command_lines(
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
+) -> list[str]:
+    """Return each line after the shell has inserted all words that it offers."""
+    typed = folder / "typed"
+    typed.touch()
+    options = ["--rcfile", str(_SCRIPTS / "bashrc")] if shell == "bash" else ["--no-globalrcs"]
+    argv = [shell, *options, "-i"]
+    own = {"TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(_SCRIPTS)}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, {**environment, **own})
+    end, seen = time.monotonic() + 60, b""
+
+    def read() -> bytes:
+        assert time.monotonic() < end, seen
+        return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.05)[0] else b""
+
+    try:
+        while _READY not in seen:
+            seen += read()
+        os.write(terminal, "".join(f"{line}{_INSERT_ALL}{_SAVE}" for line in lines).encode())
+        while len(left := typed.read_text(errors="surrogateescape").split("\0")[:-1]) < len(lines):
+            seen += read()  # or the shell would wait for room to write
+        return left
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
 
 
 @pytest.fixture
@@ -41,7 +105,10 @@ def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     home.mkdir()
-    install_command(cwd.parent / "bin")
+    command = cwd.parent / "bin" / "so-tui"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m so_tui "$@"\n')
+    command.chmod(0o755)
     environment = {**os.environ, "HOME": str(home)}
     environment["PATH"] = f"{cwd.parent / 'bin'}:{os.environ['PATH']}"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -108,7 +108,7 @@ def write_run(
     total: int = 5000,
     state: State = "training",
     nan_steps: range = range(0),
-    seconds_of_samples: int = 900,
+    seconds_of_samples: int = 2,
     now: float | None = None,
     name: str | None = None,
 ) -> RunDirectory:

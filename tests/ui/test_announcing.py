@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: list[str]) -> None:
-    run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="evil\x1b]52;c;eA==\x07;x")
+    run = write_run(runs_dir, steps=3, name="evil\x1b]52;c;eA==\x07;x")
     old = alert("loss", value=9.0, bound=3.0)
     change_state(run, alerts=(old,))
     async with opened(runs_dir) as ui:
@@ -60,9 +60,7 @@ def alert(kind: str, **more: float) -> Alert:
 async def test_others_runs_and_unwanted_kinds_are_not_announced(
     runs_dir: Path, sent: list[str]
 ) -> None:
-    mine, theirs = (
-        write_run(runs_dir, steps=3, seconds_of_samples=1, name=name) for name in ("mine", "theirs")
-    )
+    mine, theirs = (write_run(runs_dir, steps=3, name=name) for name in ("mine", "theirs"))
     theirs.path.chmod(0o777)
     quiet = Settings(alerts=AlertSettings(bell=False, notify="off", title=False, on=("failed",)))
     async with opened(runs_dir, settings=quiet) as ui:
@@ -92,7 +90,7 @@ def test_each_terminal_gets_its_notification() -> None:
 async def test_an_unreadable_run_is_not_announced_as_failed(
     runs_dir: Path, sent: list[str]
 ) -> None:
-    run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="away")
+    run = write_run(runs_dir, steps=3, name="away")
     async with opened(runs_dir) as ui:
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].live)
         elsewhere = run.state_path.rename(run.path / "elsewhere")

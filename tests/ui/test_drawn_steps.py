@@ -96,51 +96,30 @@ def check_close(found: Iterable[float], expected: Iterable[float], rel: float) -
         assert math.isclose(value, right, rel_tol=rel) or (value != value and right != right)
 
 
-PROPERTY = settings(
+@given(st.data())
+@settings(
     deadline=None,
+    max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize=True,
     phases=[Phase.generate],  # making a failing case smaller says little here, and takes minutes
 )
-
-
-@given(st.data())
-@settings(PROPERTY, max_examples=25)
 def test_every_record_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    steps = [1, 10, 49, 50, 51, 200, 700]
-    try_run(tmp_path, monkeypatch, data, steps, [5_000, 64_000], [1, 700, 1 << 18])
-
-
-@pytest.mark.slow
-@given(st.data())
-@settings(PROPERTY, max_examples=3)
-def test_every_record_of_ten_thousand_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
-) -> None:
-    try_run(tmp_path, monkeypatch, data, [10_000], [700_000], [100_000, 1 << 18])
-
-
-def try_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    data: st.DataObject,
-    steps: list[int],
-    segment_bytes: list[int],
-    chunk_bytes: list[int],
-) -> None:
     """Whatever a run is made of, and in whatever portions it is read."""
     draw = data.draw
-    last, interval = draw(st.sampled_from(steps)), draw(st.sampled_from([1, 1, 3, 10]))
+    last = draw(st.sampled_from([1, 10, 49, 50, 51, 200, 700]))
+    interval = draw(st.sampled_from([1, 1, 3, 10]))
     some_steps = st.sets(st.integers(1, 10_000), max_size=30)
     skipped = draw(some_steps | st.just({50, 100, 4000, 7950}))
     nan, resumed = draw(some_steps), draw(st.sampled_from([None, 0, 33, 650, 5000, 9400]))
-    segment, read_meanwhile = draw(st.sampled_from(segment_bytes)), draw(st.booleans())
+    segment, read_meanwhile = draw(st.sampled_from([5_000, 64_000])), draw(st.booleans())
     looks, look_s = count(), draw(st.sampled_from([0.0, 0.02, 0.06, 0.2]))
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(looks) * look_s)
     monkeypatch.setattr("so_tui.runs.metrics.time", clock)
-    monkeypatch.setattr("so_tui.runs.metrics._CHUNK_BYTES", draw(st.sampled_from(chunk_bytes)))
+    chunk_bytes = draw(st.sampled_from([1, 700, 1 << 18]))
+    monkeypatch.setattr("so_tui.runs.metrics._CHUNK_BYTES", chunk_bytes)
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     run = create_run(SPEC, tmp_path / "runs")
     span = mean_steps(last, interval)

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ from tests.support.screen import SIZES, opened, rows_of
 
 @pytest.mark.parametrize(
     ("cores", "adam", "main", "height"),
-    [(cores, cores // 8 * 7, cores, height) for cores in (1, 72, 288) for height in (1, 2, 7, 300)]
+    [(cores, cores // 8 * 7, cores, height) for cores in (1, 288) for height in (1, 7, 300)]
     # Shares of rows are rounded: a group has no more rows than cores, and one is lost.
     + [(18, 6, 12, 17)],
 )
@@ -62,12 +63,9 @@ def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
     store = LoadStore()
     store.want((CORES,))
     for second, loads in enumerate([(10, 300), (5,), (1, 2, 3), (-4, 9)]):
-        node = NodeSample(
-            id=0, cores=loads, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0
-        )
-        sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))
-        store.append("here", sample)
-    (view,) = store.view({"here": sample}, {}).nodes
+        newest = one_sample(float(second), cores=loads)
+        store.append("here", newest)
+    (view,) = store.view({"here": newest}, {}).nodes
     assert [tuple(loads) for loads in view.cores] == [(10, 100), (5, 0), (1, 2), (0, 9)]
 
 
@@ -113,9 +111,11 @@ EVERY_NAME = tuple(
 )
 
 
-def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sample:
+def one_sample(
+    second: float, *gpus: GpuSample, cores: tuple[int, ...] = (100, 50), run_cpu_s: float = 0.0
+) -> Sample:
     node = NodeSample(
-        id=0, cores=(100, 50), memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2
+        id=0, cores=cores, memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2
     )
     return Sample(
         attempt=1, time=second, interval_s=1.0, nodes=(node,), gpus=gpus, run_cpu_s=run_cpu_s
@@ -126,16 +126,10 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
     store = LoadStore()
     store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
-        gpu = GpuSample(
-            index=3,
-            busy_percent=90 + second,
-            memory_used_bytes=5 << 30,
-            memory_total_bytes=95 << 30,
-            clock_mhz=1000 + second,
-            power_w=650.0,
-            power_limit_w=700.0,
-            throttling=reasons,
-        )
+        values: dict[str, Any] = {"busy_percent": 90 + second, "clock_mhz": 1000 + second}
+        values |= {"memory_used_bytes": 5 << 30, "memory_total_bytes": 95 << 30}
+        values |= {"power_w": 650.0, "power_limit_w": 700.0, "throttling": reasons}
+        gpu = GpuSample(index=3, **values)
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
 
@@ -144,18 +138,12 @@ def test_samples_are_kept_with_limits_and_throttling() -> None:
         return [(line.role, name, line.series.value(3)) for line, name in lines]
 
     assert newest("gpu-power") == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
-    assert [found[::2] for found in newest("gpu-used")] == [
-        ("limit", 95 << 30),
-        ("memory", 5 << 30),
-    ]
+    used = [("limit", 95 << 30), ("memory", 5 << 30)]
+    assert [found[::2] for found in newest("gpu-used")] == used
     assert [found[2] for key in ("gpu-busy", "gpu-clock") for found in newest(key)] == [93, 1003]
     (throttled,) = sampled[BY_KEY["gpu-clock"].marked]
-    assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [
-        None,
-        (1001, 1001),
-        (1002, 1002),
-        None,
-    ]
+    marked = [throttled.series.extremes(at, at + 1) for at in range(4)]
+    assert marked == [None, (1001, 1001), (1002, 1002), None]
     assert sampled["node.file_cache_bytes"][0].series.value(0) == 2
     foreign = sampled["host.foreign_cores"][0].series.value(0)
     assert foreign == 1.0, "one and a half cores are busy, half a core with the run"
@@ -194,7 +182,7 @@ def test_a_screen_open_for_weeks_has_few_rows(
     monkeypatch.setattr(snapshot, "MOST_ROWS", 700)
     monkeypatch.setattr(snapshot, "HISTORY_ROWS", 50)
     machine = quad_machine(nodes=1, cores=2)
-    run = write_run(runs_dir, machine=machine, gpus=1, steps=3, seconds_of_samples=1, now=1e9)
+    run = write_run(runs_dir, machine=machine, gpus=1, steps=3, now=1e9)
     reader = RunReader(run)
     reader.poll()
     found = Loads(reader)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES
 from so_tui.machine.types import Software
 from so_tui.plan.planner import plan_table
-from so_tui.runs import RunDirectory, create_run
-from so_tui.spec import SoTuiError, find_preset, load_catalog
+from so_tui.runs import RunDirectory
+from so_tui.spec import find_preset, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.configure.form import FieldRow
@@ -30,7 +28,6 @@ from so_tui.ui.other_machine import _MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
-from tests.support.held_threads import LateThreads
 from tests.support.machines import machine_json, x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
@@ -47,19 +44,13 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
     async with opened(runs_dir, (140, 40)) as ui:
         table = await ui.presets()
         assert isinstance(ui.screen, PresetsScreen)
-        rows = {row.preset: row for row in ui.screen.rows}
-        for preset in ("qwen3-14b", "llama-3.1-8b"):
-            plan = rows[preset].cells[4]
-            assert plan.step is not None
-            assert plan.step_s
-            assert plan.useful_tokens_per_s_total
-            last = len(table.columns) - 1
-            table.move_cursor(row=table.get_row_index(preset), column=last)
-            await ui.until(lambda: rows[preset].title in ui.shown("#detail-title"))  # noqa: B023 - called at once
-            detail = ui.shown("#detail")
-            assert f"{rate(plan.useful_tokens_per_s_total)} tokens/s" in ui.shown("#detail-title")
-            assert re.search(rf"step +\S+ +{duration(plan.step_s)}\n", detail)
-            assert f"backward {duration(plan.step.backward_s)}" in detail
+        (row,) = (row for row in ui.screen.rows if row.preset == "qwen3-14b")
+        plan = row.cells[4]
+        table.move_cursor(row=table.get_row_index(row.preset), column=len(table.columns) - 1)
+        await ui.until(lambda: row.title in ui.shown("#detail-title"))
+        speed = f"{rate(plan.useful_tokens_per_s_total or 0)} tokens/s"
+        assert speed in ui.shown("#detail-title")
+        assert re.search(rf"step +\S+ +{duration(plan.step_s or 0)}\n", ui.shown("#detail"))
 
 
 async def find(ui: Driver, text: str) -> None:
@@ -164,15 +155,6 @@ async def test_a_late_inspection_replaces_no_other_machine(
         assert "quad-gh200  planning for another machine" in ui.text()
 
 
-async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.presets()
-        create_run(load_catalog().presets["tiny"].spec, runs_dir)  # as another process would
-        ui.app.list_runs()
-        await ui.until(lambda: len(ui.app.runs) == 1)
-        assert not ui.screen.query_one("#first-visit").display
-
-
 async def test_no_key_is_offered_before_it_can_do_anything(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,18 +179,10 @@ async def test_no_key_is_offered_before_it_can_do_anything(
         assert all(key in ui.key_line for key in keys)
 
 
-def told(text: str, machine: str) -> bool:
-    """Return whether a text says of a machine what it is, and that it is not measured."""
-    words = (machine, MACHINES[machine].source, "not measured")
-    return all(word in text for word in words)
-
-
 async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.presets()
-        assert "no GPU" in ui.shown("#about-machine")
         assert "tiny" in ui.shown("#detail-title"), "what else fits would take hours a step"
-        assert not ui.find("#first-visit", Static).display
         await ui.press("t")
         await ui.until(lambda: isinstance(ui.screen, Question))
         assert "tiny" in ui.text()
@@ -222,17 +196,14 @@ async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
         row = next(row for row, line in enumerate(ui.lines()) if "gh200-120 " in line)
         await ui.pilot.click(offset=(ui.lines()[row].index("gh200-120"), row))
         assert entry.value == "gh200-120"
-        assert told(ui.text(), "gh200-120")
-        assert MACHINES["gh200-120"].title in ui.text()
         await ui.type_text("gh200-q", replace=True)
         await ui.until(lambda: entry._suggestion == "gh200-quad-120")
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
-        assert told(ui.shown("#about-machine"), "gh200-quad-120")
-        await ui.resize(80, 24)
-        await ui.until(lambda: ui.find("#about-machine", Static).size.height == 1)
-        assert re.search("gh200-quad-120.*not measured", ui.shown("#about-machine"))
+        about = ui.shown("#about-machine")
+        source = MACHINES["gh200-quad-120"].source
+        assert all(word in about for word in ("gh200-quad-120", source, "not measured"))
 
 
 async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir: Path) -> None:
@@ -243,11 +214,9 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
 
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         table = await ui.presets()
-        assert (presets(), "too big" in ui.text()) == (["tiny"], False)
-        assert f"{every - 1} models need GPUs" in ui.shown("#folded")
+        assert presets() == ["tiny"]
         await find(ui, "30b")
         assert (presets(), ui.find("#folded", Static).display) == (["qwen3-30b-a3b"], False)
-        await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
         await ui.press("escape")
         await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
         assert (table.row_count, table.cursor_coordinate) == (1, (0, 2))
@@ -256,7 +225,6 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         await ui.type_text("gh200-quad-120", replace=True)
         await ui.press("enter")
         await ui.until(lambda: table.row_count == every)
-        assert not ui.find("#folded", Static).display
         rows: list[int] = []
         ui.app.watch(ui.app, "machine", lambda: rows.append(table.row_count), init=False)
         ui.app.load(quad_machine(), "quad.json")
@@ -266,26 +234,23 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         await ui.until(lambda: presets() == ["tiny"])  # the others would take hours a step
 
 
-@pytest.mark.parametrize("slurm", [True, False])
 async def test_a_login_node_leads_to_the_field_for_the_partition(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.ui.preset_actions.has_slurm", lambda: slurm)
+    monkeypatch.setattr("so_tui.ui.preset_actions.has_slurm", lambda: True)
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         await ui.presets()
-        assert ("partition" in ui.shown("#about-machine")) is slurm
+        assert "partition" in ui.shown("#about-machine")
         await find(ui, "phi-4")
         await ui.press("P")
-        if slurm:
-            await ui.until(lambda: any(row.has_focus_within for row in ui.screen.query(FieldRow)))
-            assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
-            assert "phi-4" in ui.shown("#form-title")
-        assert ui.app.current_mode == ("configure" if slurm else "presets")
+        await ui.until(lambda: any(row.has_focus_within for row in ui.screen.query(FieldRow)))
+        assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
+        assert "phi-4" in ui.shown("#form-title")
 
 
 @pytest.mark.parametrize("page", ["1", "4"])
 async def test_tables_drawn_before_measured_are_whole(runs_dir: Path, page: str) -> None:
-    run = write_run(runs_dir, steps=2, seconds_of_samples=2, name="a-run-with-a-name")
+    run = write_run(runs_dir, steps=2, name="a-run-with-a-name")
     async with opened(runs_dir, open_run=run) as ui:
         await ui.press(page)
         screen = ui.screen
@@ -324,10 +289,6 @@ def answer(_: str, request: dict[str, Any], **__: object) -> Any:
     return json.loads(json.dumps(list(describe(request))[-1]))
 
 
-def asked(ui: Driver) -> bool:
-    return isinstance(ui.screen, AskText)
-
-
 async def test_a_model_is_added_and_selected(
     runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,52 +303,16 @@ async def test_a_model_is_added_and_selected(
     async with opened(runs_dir, (80, 24)) as ui:
         table = await ui.presets()
         before = table.row_count
-        await ui.press("a")
-        await ui.type_text("owner")
-        await ui.press("escape")
-        await ui.until(lambda: not asked(ui))
-        assert table.row_count == before
         await ui.press("a", "enter")
         await ui.until(lambda: "Type a hub id or a folder first" in ui.text())
         field = ui.find("#model", Input)
         field.value = absent = str(tmp_path / "absent")
         await ui.press("enter")
         await ui.until(lambda: "there is no such folder" in ui.shown("#said"), SLOW_S)
-        assert "model.id =" not in ui.shown("#said"), "the field is in front of the reader"
         assert field.value == absent, "what was typed stays"
         field.value = str(model)
         await ui.press("enter")
-        await ui.until(lambda: not asked(ui), SLOW_S)
+        await ui.until(lambda: not isinstance(ui.screen, AskText), SLOW_S)
         await ui.until(lambda: table.row_count == before + 1)
         assert find_preset("small-llama").spec.model.id == str(model)
         await ui.until(lambda: "Small Llama" in ui.shown("#detail-title"))
-
-
-def refused(ui: Driver, model: str) -> bool:
-    said = ui.shown("#said")
-    return model in said and "reading" not in said
-
-
-async def test_after_a_failure_the_next_name_is_taken_at_once(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named: list[str] = []
-
-    def describe(model: str, **_: object) -> None:
-        named.append(model)
-        raise ZeroDivisionError(model) if model == "broken" else SoTuiError(f"no {model}")
-
-    monkeypatch.setattr("so_tui.launch.helper_jobs.describe_model", describe)
-    async with opened(runs_dir) as ui:
-        await ui.presets()
-        await ui.press("a")
-        threads = LateThreads()
-        asyncio.get_running_loop().set_default_executor(threads)
-        for model in ("first", "second", "broken"):
-            await ui.type_text(model, replace=True)
-            await ui.press("enter")
-            if model == "broken":
-                threads.release()
-            await ui.until(partial(refused, ui, model))
-        assert "ZeroDivisionError" in ui.shown("#said")
-    assert named == ["first", "second", "broken"]

@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
-from textual.screen import Screen
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
@@ -23,7 +22,6 @@ from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.machine.screen import MachineScreen
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
-from so_tui.ui.textual_fixes import FittedTable
 from tests.support import pictured
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine
@@ -189,11 +187,6 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.configure.form.advanced_paths", tuple)
 
 
-def measured(table: FittedTable) -> bool:
-    """Return whether a table knows how much of it there is to scroll."""
-    return not table._require_update_dimensions
-
-
 def complete(ui: Driver) -> bool:
     """Return whether the page on the screen has everything that it will show."""
     app = ui.app
@@ -204,7 +197,8 @@ def complete(ui: Driver) -> bool:
         return bool(ui.screen._columns) and not ui.screen.writing
     match app.screen_stack[0]:
         case PresetsScreen() as page:
-            return bool(page.rows) and measured(page.table)
+            # A table knows how much of it there is to scroll.
+            return bool(page.rows) and not page.table._require_update_dimensions
         case ConfigureScreen() as page:
             return page._planned is not None and page._planned.serial == page._serial
         case DashboardScreen() as page:
@@ -212,19 +206,11 @@ def complete(ui: Driver) -> bool:
                 page.snapshot is not None and not page.snapshot.unread_share
             )
         case RunsScreen() as page:
-            return all(
-                row.run in page._curves or not row.state.step for row in app.runs
-            ) and measured(page.table)
+            read = all(row.run in page._curves or not row.state.step for row in app.runs)
+            return read and not page.table._require_update_dimensions
         case MachineScreen() as page:
             return page._view is not None or not page.host.display
     return False
-
-
-async def heard(screen: Screen[Any]) -> None:
-    """Wait until a page has taken everything that was sent to it so far, such as its size."""
-    taken = asyncio.Event()
-    screen.call_later(taken.set)
-    await taken.wait()
 
 
 async def at_rest(ui: Driver) -> None:
@@ -249,7 +235,9 @@ async def at_rest(ui: Driver) -> None:
     # that is. The page may not even have heard of its size yet.
     for screen in ui.app.screen_stack[:-1]:
         for _ in range(2):
-            await heard(screen)
+            taken = asyncio.Event()
+            screen.call_later(taken.set)
+            await taken.wait()
             if isinstance(screen, DashboardScreen):
                 # was laid out with the rows of another size since; the next snapshot of the run
                 # does the same

@@ -18,8 +18,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from so_tui.runs import create_run
 from so_tui.ui.app import PACKAGES
 from tests.support.launching import tiny
@@ -120,21 +118,15 @@ def checked(worker, app, done_callback=None):
 Worker._start = checked
 
 async def main():
-    run = RunDirectory(sys.argv[1]) if OPENED else None
-    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=run)
-    async with app.run_test() as pilot:
-        if OPENED:
-            async with asyncio.timeout(60):
-                while not app.runs:
-                    await asyncio.sleep(0.02)
+    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=RunDirectory(sys.argv[1]))
+    async with app.run_test() as pilot, asyncio.timeout(60):
+        while not app.runs:
+            await asyncio.sleep(0.02)
         await pilot.pause()
-        if OPENED:
-            print([name for name in OTHERS if name in sys.modules], app.machine)
-            await pilot.press("1")
-            async with asyncio.timeout(60):
-                while app.machine is None:
-                    await asyncio.sleep(0.02)
-            print(app.catalog is not None)
+        print([name for name in OTHERS if name in sys.modules], app.machine)
+        await pilot.press("1")
+        while app.machine is None:
+            await asyncio.sleep(0.02)
 
 asyncio.run(main())
 print(bool(missing), [name for name, packages in missing if packages])
@@ -143,16 +135,14 @@ HEAVY = (*(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "lau
 OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "superoffload")
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_a_screen_imports_only_its_needs(opened: bool, tmp_path: Path) -> None:
-    """The first screen imports no planner and no inspection; a run, nothing of other screens."""
+def test_a_screen_imports_only_its_needs(tmp_path: Path) -> None:
+    """The first paint imports no planner and no inspection; a run, nothing of other screens."""
     run = create_run(tiny(), tmp_path)
-    code = f"HEAVY, OTHERS, OPENED = {HEAVY}, {OTHERS}, {opened}\n{CHECKED}"
+    code = f"HEAVY, OTHERS = {HEAVY}, {OTHERS}\n{CHECKED}"
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.path), str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
     )
-    seen = ["[] None", "True"] if opened else []
-    assert done.stdout.splitlines() == ["[]", *seen, "True []"]
+    assert done.stdout.splitlines() == ["[]", "[] None", "True []"]

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import StepRecord
 from tests.support.launching import log, of_kind
 from tests.support.python_path import checkout_path
+from tests.support.waiting import wait_until
 
 STEPS = 6
 GIVE_UP_S = 300.0
@@ -45,17 +45,16 @@ class Terminal:
             needed.mkdir(mode=0o700)
         same = {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
         self._server = same | {"TMUX_TMPDIR": str(sockets)}
-        self._environment = same | {"PYTHONPATH": checkout_path()}
-        self._environment |= {"TERM": "tmux-256color", "COLORTERM": "truecolor"}
-        for kind in ("config", "state", "data", "cache"):
-            self._environment[f"XDG_{kind.upper()}_HOME"] = str(self.home / kind)
-
-    def run(self, *command: str) -> None:
-        """Run a command in the pane. Its last screen stays when it has ended."""
-        variables = [f"{name}={value}" for name, value in self._environment.items()]
+        variables = same | {"PYTHONPATH": checkout_path(), "TERM": "tmux-256color"}
+        variables |= {
+            f"XDG_{kind}_HOME": str(self.home / kind.lower())
+            for kind in ("CONFIG", "STATE", "DATA", "CACHE")
+        }
+        so_tui = ["env", "-i", *map("=".join, variables.items()), sys.executable, "-m", "so_tui"]
+        # Its last screen stays when it has ended.
         keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
         session = ("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.work))
-        self._tmux(*keep, *session, shlex.join(["env", "-i", *variables, *command]))
+        self._tmux(*keep, *session, shlex.join(so_tui))
 
     def close(self) -> None:
         """End the tmux server, what runs in it, and the processes of runs."""
@@ -73,7 +72,7 @@ class Terminal:
         return [RunDirectory(path) for path in found if path.is_dir()]
 
     def status(self) -> str:
-        """Return the command's exit status; nothing while it runs, and until tmux knows it."""
+        """Return so-tui's exit status; nothing while it runs, and until tmux knows it."""
         asked = "#{pane_dead}:#{pid}:#{pane_dead_status}"
         dead, server, status = self._tmux("display-message", "-p", asked).strip().split(":")
         # Tmux 3.3 now and then misses that its child has ended, and looks only when it is told.
@@ -81,19 +80,13 @@ class Terminal:
             os.kill(int(server), signal.SIGCHLD)
         return status
 
-    def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
-        """Wait until ``happened`` is true of the rows of the screen, and return them."""
-        deadline = time.monotonic() + GIVE_UP_S
-        while not happened(rows := self._tmux("capture-pane", "-p").splitlines()):
-            assert time.monotonic() < deadline, "\n".join([f"waited for {what}", *rows])
-            time.sleep(LOOK_EVERY_S)
-        return rows
-
     def matched(self, pattern: str) -> re.Match[str]:
         """Wait until a row of the screen matches a regular expression, and return the match."""
-        found = re.compile(pattern).search
-        rows = self.until(lambda rows: any(map(found, rows)), f"a match of {pattern}")
-        return next(filter(None, map(found, rows)))
+        deadline = time.monotonic() + GIVE_UP_S
+        while not (found := re.search(pattern, rows := self._tmux("capture-pane", "-p"))):
+            assert time.monotonic() < deadline, f"waited for a match of {pattern}\n{rows}"
+            time.sleep(LOOK_EVERY_S)
+        return found
 
     def press(self, key: str, named: str) -> None:
         """Press the key that ``named`` says (``Launch  y``), once that text is on the screen."""
@@ -111,14 +104,6 @@ class Terminal:
         return subprocess.run(
             command, env=self._server, capture_output=True, text=True, check=True
         ).stdout
-
-
-@pytest.fixture
-def user(tmp_path: Path) -> Iterator[Terminal]:
-    """Somebody who has never run so-tui."""
-    terminal = Terminal(tmp_path)
-    yield terminal
-    terminal.close()
 
 
 def watched_to_its_end(user: Terminal) -> RunDirectory:
@@ -143,8 +128,12 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 @pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
-def test_by_keyboard_alone(user: Terminal) -> None:
-    user.run(sys.executable, "-m", "so_tui")
+def test_by_keyboard_alone(tmp_path: Path) -> None:
+    with closing(Terminal(tmp_path)) as user:
+        walk(user)
+
+
+def walk(user: Terminal) -> None:
     # The cursor stands on the model that this machine can train.
     user.press("enter", named="enter Configure")
     user.matched(r"tiny \(embedded\)   preset tiny")
@@ -167,5 +156,5 @@ def test_by_keyboard_alone(user: Terminal) -> None:
     assert all(weight.isfinite().all() and weight.any() for weight in weights.values())
     user.press("q", named="q Quit")
     user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
-    user.until(lambda _: user.status(), "the end of so-tui")
+    wait_until(user.status, limit_s=GIVE_UP_S)
     assert user.status() == "0"
