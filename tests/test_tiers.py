@@ -18,6 +18,12 @@ import pytest, subprocess, sys
 def test_unmarked():
     subprocess.run([sys.executable, "-c", "", "deepspeed.launcher.runner"])
 
+def test_run():
+    subprocess.run([sys.executable, "-c", "", "so_tui", "run"])
+
+def test_dry_run():
+    subprocess.run([sys.executable, "-c", "", "so_tui", "run", "--dry-run"])
+
 @pytest.mark.slow
 def test_slow():
     test_unmarked()
@@ -36,7 +42,8 @@ def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "mark it `slow`" in done.stdout
     assert "ERROR test_inner.py::test_unmarked" in done.stdout
-    assert "test_slow" not in done.stdout
+    assert "ERROR test_inner.py::test_run" in done.stdout
+    assert not any(name in done.stdout for name in ("test_slow", "test_dry_run"))
 
 
 def test_tests_have_folders_of_their_own(tmp_path: Path) -> None:

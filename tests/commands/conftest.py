@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from so_tui.cli import main
+from so_tui.commands.common import show_notes
 from so_tui.folders import user_folder
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import find_preset
@@ -16,7 +18,7 @@ from tests.support.records import change_state
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
+def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
     """Call the command of a line; words after it are taken as they are."""
 
     def called(line: str, *words: object) -> Called:
@@ -24,7 +26,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
         code = main([*shlex.split(line), *map(str, words)])
         return Called(code, *capsys.readouterr())
 
-    return called
+    yield called
+    show_notes(True)
 
 
 @pytest.fixture

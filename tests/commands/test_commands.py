@@ -163,6 +163,7 @@ def test_a_plan_offers_the_command_that_plans_the_same(call: Call) -> None:
         assert ("recommended" in out, "the plan as given" in out) == (recommended, not recommended)
     out = call("plan tiny --machine gh200-quad-120 --set data.sequence_length=128").out
     (offer,) = [line for line in out.splitlines() if "so-tui plan tiny --gpus" in line]
+    assert "2 rank" not in call("plan --gpus 1").out
     _, *argv = shlex.split(offer[offer.index("so-tui plan") :])
     plan = build_parser().parse_args(argv)
     assert (plan.preset, plan.machine) == ("tiny", "gh200-quad-120")

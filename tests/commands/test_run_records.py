@@ -153,6 +153,9 @@ def test_evaluations_are_in_the_row_of_their_step(
     assert tuple(table.column_names) == COLUMNS
     assert table["loss"].to_pylist() == [None, 2.0, 2.0, 2.0, 2.0]
     assert table["evaluation_loss"].to_pylist() == [3.0, None, 2.75, None, 2.5]
+    assert call("export-metrics evaluated --to", tmp_path / "out.csv").code == 0
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["evaluation_loss"] for row in rows] == ["3.0", "", "2.75", "", "2.5"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     code, _, err = call("export-metrics evaluated --to", tmp_path / "other.parquet")
     assert (code, "pip install pyarrow" in err) == (2, True)

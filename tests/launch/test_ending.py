@@ -129,7 +129,7 @@ def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail:
 )
 def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None:
     """With other settings only where those help."""
-    advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
+    advice = "train.micro_batch {8} -> 4 needs 3 GiB less on each GPU (predicted)"
     failed = ending.Failure(rank=1, code="disk-full", reason="it failed", suggestion=advice)
     for evidence, changed in (
         (seen(None, OUT_OF_MEMORY), True),
@@ -148,6 +148,7 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
 def test_every_code_of_the_supervisor_has_words() -> None:
     outcome = ending.conclude(ending.Evidence(gone_unseen=True))
     assert (outcome.state, outcome.code) == ("lost", C.UNOBSERVED)
+    assert {*OutcomeCode} - {C.FINISHED, C.STOPPED, C.ERROR} <= ending._wordings().keys()
     known: dict[str, Any] = {"detail": "detail", "count": 1, "limit_s": 1.0, "pid": 1}
     for code in OutcomeCode:
         text = ending.outcome_text(ending.Outcome(code=code, who="rank", rank=0, **known), "r")

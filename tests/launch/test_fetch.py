@@ -136,5 +136,12 @@ def test_preset_from_a_model_of_the_hub(hub: Hub) -> None:
     assert (described.spec.model.id, described.spec.name) == ("owner/open", "open")
     assert described.spec.model.parameter_count > 0
     assert described.notes == ()
-    with rejected("model-config-missing"):
-        describe_model("owner/bare")
+    hub.add("models", "owner/gated", {"config.json": config}, gated=True)
+    refusals = {
+        "owner/bare": "model-config-missing",
+        "owner/gated": "hub-access-denied",
+        "owner/absent": "hub-model-missing",
+    }
+    for name, code in refusals.items():
+        with rejected(code):
+            describe_model(name)

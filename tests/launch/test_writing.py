@@ -1,4 +1,5 @@
-"""Models that answer in a process of their own: what is named, asked, cancelled and refused."""
+"""Models that answer in a process of their own: what is named, answered for
+programs, and refused."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ from so_tui.plan.measured import (
     Rates,
     _path_of,
     calibration_of,
+    speed_of,
     store,
 )
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.rates import DIGEST, Calibrated, published_speed
+from so_tui.plan.rates import DIGEST, AttentionRate, Calibrated, published_speed
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.step_time import StepModel
 from so_tui.plan.workload import Workload
@@ -324,3 +325,11 @@ def test_each_plan_is_corrected_by_its_own_kind_of_probe() -> None:
     store(H200, probe=probe_of(on_host(LONG), 1.5, 1.5))
     assert corrected(LONG)[0] == pytest.approx(1.1)
     assert corrected(on_host(LONG))[0] == pytest.approx(1.5)
+
+
+def test_measured_attention_is_planned_with() -> None:
+    rate = AttentionRate(1024, 1e14, 5e13)
+    store(H200, rates=replace(RATES, attention=(("torch-flash", (rate,)),)))
+    speed = speed_of(H200, H200.gpus[0].name, calibration_of(H200))
+    assert speed is not None
+    assert speed.attention_at("torch-flash", 1024.0) == rate

@@ -125,6 +125,12 @@ def test_stat_file_is_read_without_its_last_fields() -> None:
     assert (whole.alive, whole.start_time, whole.wait_status) == (False, 5, 256)
 
 
+def test_states_before_and_after_a_run_stay(run: RunDirectory) -> None:
+    assert state_with_truth(run).state == "created"
+    state = recorded(run, state="failed", exit_code=1)
+    assert state_with_truth(run) == state
+
+
 def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper: Sleeper) -> None:
     living = known(sleeper.pid)
     assert supervised(recorded(run, supervisor=living))

@@ -225,6 +225,7 @@ def test_killed_writer_leaves_whole_records(run: RunDirectory) -> None:
     assert len(steps) >= 1500
     assert steps == list(range(len(steps)))  # each once, in order
     MetricsWriter(run, 6)
+    assert list(segments(run.metrics_dir).values())[-1].read_bytes().endswith(b"}\n")
     fresh = RunReader(run)
     read_all(fresh)
     for each in (reader, fresh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -53,8 +55,9 @@ def sample(second: float, busy: int = 50, attempt: int = 1, power_w: float | Non
 
 
 @pytest.fixture
-def writer(run: RunDirectory) -> SampleWriter:
-    return SampleWriter(run, "node1")
+def writer(run: RunDirectory) -> Iterator[SampleWriter]:
+    with closing(SampleWriter(run, "node1")) as made:
+        yield made
 
 
 def history(run: RunDirectory, first: float, last: float, rows: int = 1_000_000) -> list[Rollup]:

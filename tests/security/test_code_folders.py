@@ -96,8 +96,9 @@ def squatted(request: pytest.FixtureRequest, machine: SharedMachine) -> Iterator
     if request.param:
         assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
     yield usual if request.param else None
-    assert not request.param or list(usual.iterdir()) == []
+    left = list(usual.iterdir())
     shutil.rmtree(usual)
+    assert not request.param or left == []
 
 
 def test_a_squatted_folder_in_tmp_is_refused(squatted: Path | None, machine: SharedMachine) -> None:
@@ -120,6 +121,10 @@ def test_gpu_locks_are_the_same_in_all_shells(
 
 def test_a_chosen_private_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
+    assert code_folders({"HOME": "/home/a"}).keys() == {
+        *("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        *("CUDA_CACHE_PATH", "NUMBA_CACHE_DIR", "HF_MODULES_CACHE"),
+    }
     chosen = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": "/home/a"}
     assert "TRITON_CACHE_DIR" not in code_folders(chosen)
     tmp_path.chmod(0o755)

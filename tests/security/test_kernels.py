@@ -102,7 +102,9 @@ def test_a_kernel_in_a_writable_folder_is_not_used(
     plant(machine, kernel_in(folder))
     if made_first:
         machine.other.give(machine.scratch / "cache")
+    planted = sorted(folder.iterdir())
     output = load(machine)
+    assert sorted(folder.iterdir()) == planted
     assert str(folder / "adam") not in output
     assert "compiled for this process only" in output
 

@@ -182,10 +182,12 @@ def test_a_run_with_hidden_processes_is_not_lost(machine: SharedMachine) -> None
     owner, folder = machine.owner, machine.scratch / "runs"
     with owner.start(owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)) as process:
         assert process.stdout is not None
-        assert process.stdout.readline()
-        folder.chmod(0o755)
-        assert state_of(machine.other, folder) == state_of(owner, folder) == "training"
-        process.kill()
+        try:
+            assert process.stdout.readline()
+            folder.chmod(0o755)
+            assert state_of(machine.other, folder) == state_of(owner, folder) == "training"
+        finally:
+            process.kill()
     assert state_of(owner, folder) == "lost"
 
 

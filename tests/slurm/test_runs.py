@@ -140,3 +140,16 @@ def test_the_command_follows_a_job_to_its_end(cluster: Cluster, tmp_path: Path) 
     argv = [*SO_TUI, "run", "tiny", *options, "--runs-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
+
+
+def test_node_without_gpus_is_refused(cluster: Cluster, site: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"  # says that torch can use GPUs, though that of these tests cannot
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec '
+        f'{sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    site.write_text(site.read_text() + f'python = "{python}"\n')
+    state = wait_for(planned_for(tmp_path / "runs", platform.machine()), ended)
+    found = (state.state, state.code, state.attempt, state.host)
+    assert found == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")

@@ -256,7 +256,10 @@ def test_a_superseded_attempt_makes_no_checkpoint_valid(tmp_path: Path, one_rank
                 check=check,
             )
 
-        assert saving().wait().step == 1
+        first, drawn = saving(), torch.rand(3)
+        path = Path(first.wait().path)
+        checkpoint._load(made, path, checkpoint_folder.read_manifest(path), one_rank)
+        assert torch.equal(torch.rand(3), drawn), "the random state is that of the step"
         shutil.rmtree(folder)
         late = saving()
         write_state(directory, RunState(name="r", state="training", attempt=2))

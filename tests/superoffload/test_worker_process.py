@@ -14,6 +14,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from so_tui.plan.step_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui_trainer import binding
 from superoffload import worker
 from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates, host_available_bytes
-from superoffload.transfers import Transfer, Transfers
+from superoffload.transfers import Transfer, Transfers, _CudaTransfers
 from superoffload.worker import Command, GradientSource, MemorySize, Moments, Operation, Segment
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -177,3 +178,13 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
     gc.collect()
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert STATES_MEMORY_NAME not in " ".join(links) + Path("/proc/self/maps").read_text()
+
+
+def test_an_attached_thread_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other would get a context, which takes half a gigabyte of its memory."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    transfers = object.__new__(_CudaTransfers)
+    transfers._d2h = SimpleNamespace(device=1)  # type: ignore[assignment]
+    transfers.attach()
+    assert chosen == [1]

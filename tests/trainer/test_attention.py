@@ -13,7 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
 from so_tui_trainer.model import apply
 from so_tui_trainer.model.attention import Documents, Kernels, _Attention, present, register
-from tests.support.attention import PLAIN, backends, visible
+from tests.support.attention import PLAIN, backends, scores, visible
 from tests.support.problems import rejected
 
 NAMES = ("out", "query", "key", "value", "sinks")
@@ -88,6 +88,18 @@ def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | N
     expected = results(eager(inputs, documents), inputs, gradient)
     are_close_to(results(attended(inputs, documents, PLAIN), inputs, gradient), expected)
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_capped_scores_give_every_gradient(window: int | None) -> None:
+    inputs, gradient, documents = case(window, torch.float64, softcap=1.5)
+    query, key, value, sinks = inputs
+    seen = scores(query, key, documents).masked_fill(~visible(documents), -torch.inf)
+    with_sinks = torch.cat([seen, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    values = value.repeat_interleave(HEADS // KEY_HEADS, dim=1)
+    out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
+    found = results(attended(inputs, documents, PLAIN), inputs, gradient)
+    are_close_to(found, results(out, inputs, gradient))
 
 
 def as_transformers_calls_it(

@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "parts that are texts": {"messages": turns(["Add", "."], ["They ", "make 5."])},
     "OpenAI's keys in ShareGPT's column": {"conversations": turns("Add.", FIVE)},
     "roles in the wild": {
-        "conversations": [{"from": "Human", "value": "Add."}, {"from": "AI ", "value": FIVE}]
+        "conversations": [{"from": "Human", "value": "Add."}, {"from": "model", "value": FIVE}]
     },
     "a prompt that is a number": {"prompt": 5, "completion": FIVE},
     "columns that mean something else": ROWS["alpaca"]

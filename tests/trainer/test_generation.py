@@ -44,7 +44,7 @@ from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.tools.generate import _base_of, _in_turn, _of_folder
 from tests.support.launching import tiny
 from tests.support.models import causal_model
-from tests.support.problems import refusal
+from tests.support.problems import refusal, rejected
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
 ASKED = Prompt(turns=(Turn("system", "Be brief."), Turn("user", "Add 2 and 3.")))
@@ -326,6 +326,8 @@ def test_answers_take_no_more_tokens_than_training(
     shared = spec(
         train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
     )
+    with rejected("prompt-too-long"):
+        asked(spec(prompts__texts=json.dumps(["word " * 400])))
     sizes: list[int] = []
     watch = trained.register_forward_pre_hook(
         lambda _, given: sizes.append(given[0].input_ids.numel())
@@ -373,3 +375,7 @@ def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None
     assert read_answers(run).asked[-2].step == 49
     run.answers_path.write_text('{"asked": [')
     assert read_answers(run).asked == ()
+    run.answers_path.unlink()
+    run.answers_path.mkdir()  # what cannot be read is not replaced
+    with pytest.raises(OSError, match="answers"):
+        add_answers(run, asked_at(60))

@@ -1,4 +1,4 @@
-"""Indexers of sparse attention get no gradient: a run leaves them, and says so beforehand."""
+"""Indexers of sparse attention get no gradient and no decay; plans say so."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def test_an_argument_that_looks_like_an_option_stays_an_argument() -> None:
 
 def test_quick_test_of_text_passes_nothing_unsafe() -> None:
     every = map(chr, range(sys.maxunicode + 1))
-    unsafe = [character for character in every if printable_line(character) != character]
+    # The carriage return takes each past the quick test.
+    unsafe = [one for one in every if printable_line(f"{one}\r") != f"{one}\\r"]
     assert len(unsafe) > 2000
     assert [character for character in unsafe if character.isprintable()] == []
     shown = {same_cells(character, lambda _: 1) for character in unsafe}
@@ -109,6 +110,7 @@ def test_only_listed_variables_are_recorded() -> None:
         ("'https://host/a?sig=1' 404", "'https://host/a?HIDDEN' 404"),
         ("https://host:8080/a@b", "https://host:8080/a@b"),
         ("https://user:pa#ss?x@proxy:8080", "https://HIDDEN@proxy:8080"),
+        ("https://user:p@ss@proxy:8080", "https://HIDDEN@proxy:8080"),
         ("s3://key:ab/cd+ef@bucket/y", "s3://HIDDEN@bucket/y"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "HIDDEN"),
         ("hf_model", "hf_model"),

@@ -218,6 +218,8 @@ async def test_runs_that_no_colour_tells_apart_have_letters(runs_dir: Path) -> N
 
 def test_without_colours_every_line_has_a_letter() -> None:
     assert [look_of(index, coloured=False).sign for index in range(len(SIGNS))] == list(SIGNS)
+    assert len(set(SIGNS)) == len(SIGNS)
+    assert len({look_of(index, coloured=True) for index in range(100)}) == 100
 
 
 async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path: Path) -> None:
@@ -274,8 +276,9 @@ def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
     assert len(everything) == len(METRICS)
     assert "not a regular expression" in problem
     assert list(map(_weight_of, ("", "0", " 0.99 "))) == [None, 0.0, 0.99]
-    with pytest.raises(ValueError, match="nan"):
-        _weight_of("nan")
+    for wrong in ("1", "-0.1", "nan"):
+        with pytest.raises(ValueError, match=f"^{wrong}$"):
+            _weight_of(wrong)
 
 
 def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:

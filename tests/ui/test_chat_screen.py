@@ -79,6 +79,10 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         assert ui.screen is screen, "the first esc stops"
         await ui.press("f3")
         await ui.until(lambda: "Add 2 and 3." not in ui.text())
+        await ui.type_text("Again.")
+        await ui.press("enter")
+        await ui.until(lambda: ui.text().count("> Again.") == 2)
+        await ui.until(lambda: ui.text().count("tokens in") == 2, SLOW_S)
         process = screen._end._process
         assert process is not None
         await ui.press("escape")

@@ -111,9 +111,9 @@ def test_every_record_is_drawn(
     draw = data.draw
     last = draw(st.sampled_from([1, 10, 49, 50, 51, 200, 700]))
     interval = draw(st.sampled_from([1, 1, 3, 10]))
-    some_steps = st.sets(st.integers(1, 10_000), max_size=30)
-    skipped = draw(some_steps | st.just({50, 100, 4000, 7950}))
-    nan, resumed = draw(some_steps), draw(st.sampled_from([None, 0, 33, 650, 5000, 9400]))
+    some_steps = st.sets(st.integers(1, 700), max_size=30)
+    skipped = draw(some_steps | st.just({50, 100}))
+    nan, resumed = draw(some_steps), draw(st.sampled_from([None, 0, 33, 650]))
     segment, read_meanwhile = draw(st.sampled_from([5_000, 64_000])), draw(st.booleans())
     looks, look_s = count(), draw(st.sampled_from([0.0, 0.02, 0.06, 0.2]))
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(looks) * look_s)

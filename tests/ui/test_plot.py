@@ -68,6 +68,12 @@ def drawn(
     return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
 
 
+@pytest.mark.parametrize("glyphs", _GLYPHS)
+def test_every_glyph_set_fills_every_column(glyphs: GlyphName) -> None:
+    rows = drawn([math.sin(step / 9) for step in range(400)], 13, 3, glyphs)
+    assert all(any(row[column] != " " for row in rows) for column in range(13))
+
+
 def test_a_range_of_a_million_values_is_read_through_its_pyramid() -> None:
     series = Series()
     for value in range(200_000):
@@ -127,6 +133,11 @@ def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
     line = replace(line, steps=None, times=array("d", range(50, 251, 10)))
     # Samples before and after the steps are not squeezed in.
     assert spans(line, axis, 2)[0] == [(100.0, 140.0), (150.0, 200.0)]
+    steps, times = array("d", [1, 2, 3]), array("d", [100, 110, 130])
+    by_time = Axis("time", 105.0, 125.0, 100.0, steps, times, 3)
+    assert by_time.in_steps() == (1.0, 3.0)
+    assert [by_time.position(at)[0] for at in (50.0, 110.0, 115.0)] == [0.0, 2.0, 2.0]
+    assert Axis("time", 0, 1).position(0.5) == (0.0, 0.5)
 
 
 def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:

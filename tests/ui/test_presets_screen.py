@@ -18,7 +18,7 @@ from so_tui.machine.known import MACHINES
 from so_tui.machine.types import Software
 from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory
-from so_tui.spec import find_preset, load_catalog
+from so_tui.spec import find_preset, load_catalog, save_preset
 from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.configure.form import FieldRow
@@ -316,3 +316,16 @@ async def test_a_model_is_added_and_selected(
         await ui.until(lambda: table.row_count == before + 1)
         assert find_preset("small-llama").spec.model.id == str(model)
         await ui.until(lambda: "Small Llama" in ui.shown("#detail-title"))
+
+
+async def test_ones_own_preset_is_deleted_after_a_question(runs_dir: Path) -> None:
+    save_preset(find_preset("tiny").spec, "aa-mine", base="tiny")
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        table.move_cursor(row=table.get_row_index("aa-mine"))
+        await ui.press("D")
+        await ui.until(lambda: ui.dialog_title == "Delete your preset aa-mine?")
+        await ui.press("enter")
+        assert "aa-mine" in load_catalog().presets, "no is the default"
+        await ui.press("D", "y")
+        await ui.until(lambda: "aa-mine" not in load_catalog().presets)

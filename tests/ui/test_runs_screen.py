@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shutil
 import time
@@ -19,6 +20,7 @@ from textual.widgets import DataTable
 
 from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
+from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.settings_file import load_settings
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import write_picture
@@ -216,3 +218,16 @@ def test_what_is_typed_as_a_note_is_what_is_shown_again() -> None:
     assert _parsed_note(_note_text(notes)) == notes
     assert _parsed_note("x #a y #a") == RunNotes(note="x y", tags=("a",))
     assert _parsed_note("") == RunNotes()
+
+
+async def test_the_user_may_declare_a_run_ended(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, name="far")
+    change_state(run, host="elsewhere", boot_id="another")
+    before = time.time() - (STALE_S + OLD_S) / 2
+    os.utime(run.state_path, (before, before))
+    async with listed(runs_dir, "s Stop") as ui:
+        for answer, state in (("n", "training"), ("y", "lost")):
+            await ui.press("s")
+            await ui.until(lambda: "Has far ended?" in ui.text())
+            await ui.press(answer)
+            await ui.until(lambda: read_state(run).state == state)  # noqa: B023 - called at once

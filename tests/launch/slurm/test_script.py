@@ -212,6 +212,7 @@ def test_a_users_profile_wins_and_must_be_their_own() -> None:
     "content",
     [
         'title = "x"\nunknown = 1',
+        'title = "a\\nb"',
         "no toml",
         'title = "x"\nnode_option = "--x=a\\nb"',
         'title = "x"\ngpu_option = "id"',
