@@ -118,6 +118,11 @@ def test_the_errors_are_those_that_were_measured() -> None:
         assert most - 0.01 < found <= most  # rounded up to whole percents
     assert round(ratio_error(pairs(measured_rows())), 2) == rates.ALIKE
     assert {row.gpu for row in measured_rows()} == set(rates.CHECKED_GPUS)
+    every = [pair for group in pairs(measured_rows()) for pair in group]
+    sure = [pair.measured > 0 for pair in every if rates.SURE <= pair.predicted < 2 * rates.SURE]
+    less = [pair.measured > 0 for pair in every if rates.ALIKE <= pair.predicted < rates.SURE]
+    assert sum(sure) / len(sure) > 0.9
+    assert sum(less) / len(less) < 0.8
 
 
 def test_the_docs_show_the_errors() -> None:

@@ -135,6 +135,11 @@ def test_slower_network_sets_the_pace() -> None:
     assert alone.longer_s == 0
     assert held_up.seconds == pytest.approx(held_up.bytes_per_step / (0.9 * 100e9 / 8))
     assert slow.step_s == pytest.approx((fast.step_s or 0) + (held_up.longer_s or 0))
+    slowest = across(with_network(10))
+    once_s = (only(slowest.reasons, AcrossHosts).seconds or 0.0) / 3
+    step = step_of(slowest)
+    assert step.forward_s >= once_s
+    assert step.backward_s >= 2 * once_s
 
 
 def test_only_adapters_of_gpus_that_take_part_carry() -> None:

@@ -49,6 +49,8 @@ def test_without_a_file_the_defaults_hold() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "field"),
     [
+        ("screen = 3", "unknown-setting", "screen"),
+        ("[screens]", "unknown-setting", "screens"),
         ("[screen]\nglyphs = 'bra'", "invalid-setting", "screen.glyphs"),
         ("[screen]\nglyph = 'ascii'", "unknown-setting", "screen.glyph"),
         ("[alerts]\nstall_s = 1", "invalid-setting", "alerts.stall_s"),

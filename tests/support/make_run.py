@@ -109,6 +109,7 @@ def write_run(
     state: State = "training",
     nan_steps: range = range(0),
     seconds_of_samples: int = 2,
+    seed: int = 7,
     now: float | None = None,
     name: str | None = None,
 ) -> RunDirectory:
@@ -119,7 +120,7 @@ def write_run(
         seconds_of_samples: How much of the run's end the host samples cover.
         now: When the run did its last step, in Unix seconds; the present unless given.
     """
-    chance = random.Random(7)
+    chance = random.Random(seed)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
     run = named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
