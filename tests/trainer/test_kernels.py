@@ -264,7 +264,7 @@ def dense(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate
     if weights.second_bias is not None:
         said = said + weights.second_bias[:, None]
     share = shares.new_zeros(len(hidden), COUNT).scatter(1, chosen, shares)
-    return torch.einsum("te,eth->th", share, said)
+    return torch.einsum("ne,enh->nh", share, said)
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
