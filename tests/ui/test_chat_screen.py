@@ -82,7 +82,8 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         await ui.type_text("Again.")
         await ui.press("enter")
         await ui.until(lambda: ui.text().count("> Again.") == 2)
-        await ui.until(lambda: ui.text().count("tokens in") == 2, SLOW_S)
+        await ui.press("escape")
+        await ui.until(lambda: ui.text().count("stopped") == 2, SLOW_S)
         process = screen._end._process
         assert process is not None
         await ui.press("escape")
