@@ -268,20 +268,21 @@ class StepModel:
         attention_forward, attention_backward = self._attention_s()
         exchange = self._exchange_s()
         backward = 2 * (products + elementwise) + attention_backward + exchange
-        if (
-            placement.tiled and not profile.fused
-        ):  # tiles of feed-forward blocks compute norms again
+        if placement.tiled and not profile.fused:  # tiles compute norms again
             backward += tokens * shape.layers * profile.norm_bytes / self._moved_bytes_per_s
-        if policy != "none":
-            backward += elementwise + exchange
+        again = 0.0
         if policy in ("full", "attention"):
-            backward += 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
+            again = 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate + elementwise
         if policy == "full":
-            backward += attention_forward
-        if policy == "selective" and shape.experts and not profile.fused:
-            experts = tokens * shape.hidden * shape.active_intermediate * shape.layers
-            backward += 6.0 * experts / rate
-        return products + elementwise + attention_forward + exchange, backward
+            again += attention_forward
+        if policy == "selective":
+            again = elementwise
+            if shape.experts and not profile.fused:
+                width = shape.active_intermediate
+                again += 6.0 * tokens * shape.hidden * width * shape.layers / rate
+        if policy != "none":
+            again += exchange
+        return products + elementwise + attention_forward + exchange, backward + again
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers,
