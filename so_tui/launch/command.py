@@ -284,8 +284,8 @@ def _changes(
     given = {
         name: f"; others can open {inherited[name]}" for name in compiled if inherited.get(name)
     }
-    own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
-    allocator, options = _allocator(machine.software, deepspeed_engine=not own_engine)
+    theirs = plan.spec.offload.deepspeed_superoffload
+    allocator, options = _allocator(machine.software, deepspeed_engine=theirs)
     chosen = bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys())
     architectures = inherited.get("TORCH_CUDA_ARCH_LIST", "")
     valid = valid_arch_list(architectures)

@@ -28,7 +28,7 @@ def ds_config(plan: Plan) -> Tree:
     if plan.mode == "superoffload" and plan.spec.offload.config != "so-tui":
         return _example_config(plan) | changes
     config = _published_config(plan) | changes
-    return engine_config(config) if _our_engine(plan) else config
+    return engine_config(config) if plan.spec.offload.own_engine else config
 
 
 def _example_config(plan: Plan) -> Tree:
@@ -80,25 +80,20 @@ def _published_config(plan: Plan) -> Tree:
     if plan.mode != "gpu":
         # DeepSpeed otherwise accepts no optimizer other than its own DeepSpeedCPUAdam.
         config["zero_force_ds_cpu_optimizer"] = False
-    if not _our_engine(plan):  # Our engine sets it itself and records it as an override.
+    if not plan.spec.offload.own_engine:  # Our engine sets it itself and records it as an override.
         config["zero_allow_untested_optimizer"] = True
     return config
-
-
-def _our_engine(plan: Plan) -> bool:
-    return plan.mode == "superoffload" and plan.spec.offload.engine == "so-tui"
 
 
 def _zero_section(plan: Plan) -> Tree:
     sub_group_size = plan.spec.offload.sub_group_size
     # As in DeepSpeed's published SuperOffload configurations. All other modes reduce gradients
     # while backward runs.
-    deepspeed_superoffload = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
     section: Tree = {
         "stage": 3,
         "sub_group_size": sub_group_size,
         "reduce_bucket_size": sub_group_size,
-        "overlap_comm": not deepspeed_superoffload,
+        "overlap_comm": not plan.spec.offload.deepspeed_superoffload,
         "contiguous_gradients": True,
     }
     on_host = plan.spec.offload.keeps_weights_on_host

@@ -280,7 +280,7 @@ _BUCKETS = 64
 on average.
 """
 _SMALLEST = 8
-"""Tokens of the smallest bucket: sizes that are a multiple of it suit matrix products."""
+"""Tokens of the smallest bucket: a multiple of it suits matmuls."""
 
 
 def bucket_tokens(capacity: int) -> int:

@@ -77,7 +77,7 @@ class StateLayout(Struct, frozen=True):
     numel: int
     """Parameters of one rank, padding included."""
     gpu_numel: int
-    """Of these, those whose optimizer states stay on the GPU."""
+    """Parameters of one rank whose optimizer states stay on the GPU."""
     largest_sub_group: int
 
     @property
@@ -428,7 +428,7 @@ class ModelProfile:
 
     @cached_property
     def tensor_spans(self) -> dict[str, Span]:
-        """When a forward pass uses each tensor, by the matrix products before it. Embeddings take
+        """When a forward pass uses each tensor, by the matmuls before it. Embeddings take
         no time.
         """
         tensors = tuple(_with_storage(self.blocks))

@@ -526,7 +526,7 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Terms:
             f"channels between the GPUs{of}",
             groups,
         )
-    if superoffload and spec.offload.engine == "deepspeed":
+    if spec.offload.deepspeed_superoffload:
         yield term(
             "worker-context",
             gpu,

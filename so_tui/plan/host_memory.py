@@ -219,7 +219,7 @@ def _worker_terms(placement: Placement) -> Terms:
 def _shared_terms(placement: Placement) -> Terms:
     """Yield what is in /dev/shm."""
     offload, ranks = placement.spec.offload, placement.local_ranks
-    if offload.mode == "superoffload" and offload.engine == "deepspeed":
+    if offload.deepspeed_superoffload:
         numel = placement.layout.cpu_numel
         text = "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)"
         yield term("shared-states", "shm", 8 * numel * ranks, "exact", text, numel, ranks)

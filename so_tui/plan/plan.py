@@ -73,7 +73,7 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
 
 
 Binding = tuple[RankBinding, ...]
-"""Of all ranks of a host, in their order."""
+"""The bindings of a host's ranks, in rank order."""
 
 
 class StepTime(Struct, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
         yield AmdGpu(gpu=amd.index, name=amd.name)
     if not machine.gpus and offload.mode == "gpu":
         yield ModeNeedsGpu(machine=machine.label)
-    if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
+    if not machine.gpus and offload.deepspeed_superoffload:
         yield EngineNeedsGpu()
     if (not_shared := not_shareable(spec, resources)) is not None:
         yield not_shared
@@ -320,10 +320,9 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     """
     target, resources, offload = found.target, found.target.resources, found.spec.offload
     model, length = spec.model, spec.data.sequence_length
-    deepspeeds = offload.mode == "superoffload" and offload.engine == "deepspeed"
     if any(gpu.vendor == "amd" for gpu in resources.machine.gpus):
         yield NeverRun(name=resources.gpu_name)
-        if deepspeeds:
+        if offload.deepspeed_superoffload:
             yield DeepSpeedNvidiaOnly()
     if model.trust_remote_code:
         in_folder = model.id.startswith(_FOLDERS)
@@ -338,7 +337,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     )
     if indexers:
         yield IndexersUntrained(parameters=indexers)
-    if deepspeeds and spec.train.gradient_clipping > 0:
+    if offload.deepspeed_superoffload and spec.train.gradient_clipping > 0:
         unclipped = assess(found.spec.changed("train", gradient_clipping=0.0), target).step
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
         yield ClippingWaits(seconds=waits)

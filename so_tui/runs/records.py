@@ -513,7 +513,7 @@ class Rollup(Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.json.Encoder()
-Line = TypeVar("Line")
+T = TypeVar("T")
 
 
 def encode_line(record: msgspec.Struct) -> bytes:
@@ -524,12 +524,12 @@ def encode_line(record: msgspec.Struct) -> bytes:
     return line + b"\n"
 
 
-def _decoding(decoder: msgspec.json.Decoder[Line]) -> Callable[[bytes], Line | None]:
+def _decoding(decoder: msgspec.json.Decoder[T]) -> Callable[[bytes], T | None]:
     """Return a function that decodes a line; None for an incomplete or implausible line or an
     unknown kind.
     """
 
-    def decode(line: bytes) -> Line | None:
+    def decode(line: bytes) -> T | None:
         try:
             return decoded(decoder, line)
         except msgspec.DecodeError:

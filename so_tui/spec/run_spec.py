@@ -560,6 +560,11 @@ class OffloadSpec(_Section, frozen=True):
         return self.mode == "superoffload" and self.engine == "so-tui"
 
     @property
+    def deepspeed_superoffload(self) -> bool:
+        """Whether DeepSpeed's own SuperOffload runs."""
+        return self.mode == "superoffload" and self.engine == "deepspeed"
+
+    @property
     def keeps_weights_on_host(self) -> bool:
         """Whether weights are in host memory, and copied to the GPU layer by layer; ``auto`` counts
         as not.

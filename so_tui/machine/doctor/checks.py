@@ -148,9 +148,7 @@ class CheckContext:
 
     @property
     def uses_deepspeed_superoffload(self) -> bool:
-        if self.plan is None or self.plan.mode != "superoffload":
-            return False
-        return self.plan.spec.offload.engine == "deepspeed"
+        return self.plan is not None and self.plan.spec.offload.deepspeed_superoffload
 
     @property
     def uses_deepspeed_adam(self) -> bool:
