@@ -426,7 +426,7 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def repeats_products(self) -> bool:
-        """Whether the backward pass recomputes matrix products."""
+        """Whether the backward pass recomputes matmuls."""
         return self.policy in ("full", "attention")
 
     @property

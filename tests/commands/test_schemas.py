@@ -1,5 +1,5 @@
-"""What is generated from the commands is current: the schemas of ``--json``, with which real output
-agrees, and the manual page, with which formatters of such pages find no fault.
+"""Files generated from the commands are current: the schemas of ``--json``, which real output
+follows, and the manual page, in which formatters of such pages find no fault.
 
 The commands that train, measure or ask a helper process are checked where they run anyway
 (``tests.support.schemas``).

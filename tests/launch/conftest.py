@@ -36,7 +36,7 @@ def run(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> RunDirectory:
 
 @pytest.fixture
 def manners() -> str:
-    """What the fake trainer does; a test names it with ``parametrize``."""
+    """The fake trainer's behaviour; a test names it with ``parametrize``."""
     return ""
 
 

@@ -119,7 +119,7 @@ def test_sentences_hold_nothing_that_acts_on_a_terminal() -> None:
 
 
 def ask(runner: AlertCommand, *command: str, timeout_s: float = 600.0, **about: str) -> int | None:
-    """Have a command tell of an alert, and return its process if it is under way."""
+    """Have a command report an alert, and return its process if it is under way."""
     told = {"SO_TUI_ALERT_KIND": "loss", **about}
     runner.request(list(command), told, "so-tui: $(touch x)", timeout_s)
     return runner.pid

@@ -190,7 +190,7 @@ ENDS = phase("saving", 24.0, stage="ending", detail="ending processes")
         ),
         # A failure while loading undoes no steps.
         ([EndRecord(attempt=1, time=1.0, state="failed", step=0)], {"step": 7, "shown": "ending"}),
-        # What ends is not said to save.
+        # A run that ends is not shown as saving.
         ([*STEPS, phase("saving", 23.0)], {"shown": "saving"}),
         (
             [*STEPS, phase("saving", 23.0), SAVED, ENDS],

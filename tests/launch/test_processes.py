@@ -192,7 +192,7 @@ STARTER, TERM = -1, signal.SIGTERM
     ],
 )
 def test_cause_is_not_what_followed(codes: dict[int, int | None], wanted: int) -> None:
-    """Of ranks and what started them, which one scan found to have ended with these exit codes."""
+    """One scan found that ranks and what started them had ended with these exit codes."""
     for starter in ("launcher", "runner"):
         lost = {
             Process(pid=9 + rank, start_time=1, role=starter if rank < 0 else "rank"): code

@@ -279,5 +279,5 @@ def noisy(usual_s: float, hours: int) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize(("off", "hours", "alarm"), [(0.9, 10, 0), (1.1, 10, 0), (1.33, 1, 1)])
 def test_ordinary_noise_raises_no_alarm(off: float, hours: int, alarm: bool) -> None:
-    """And hides no steps that take a third longer."""
+    """Steps that take a third longer are still seen."""
     assert any(watch(noisy(off * 3.0, hours))) == alarm

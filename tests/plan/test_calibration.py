@@ -145,7 +145,7 @@ def exposed_for(probe: Probe, predicted_s: float, actual_s: float) -> Probe:
 
 
 def test_plans_use_the_machines_own_rates_and_say_so() -> None:
-    """What was not measured stays as published."""
+    """Rates that were not measured stay as published."""
     before = make_plan(LONG, H200)
     assert store(H200, rates=RATES) == _path_of(H200)
     after = make_plan(LONG, H200)

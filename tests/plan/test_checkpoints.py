@@ -61,7 +61,7 @@ def test_all_states_are_copied_where_there_is_room(
 def test_second_states_come_first_and_hold_copies_too() -> None:
     plan = planned(250)
     assert plan.fits
-    # Of those on the GPU in copies of their own, of the others in second states.
+    # States on the GPU have copies of their own; the others are in second states.
     assert behind(plan).share == 1.0
     assert 0 < behind(plan).bytes < behind(planned(1024)).bytes
 

@@ -188,7 +188,7 @@ def test_optimizers_that_keep_weights_on_the_gpu_refuse() -> None:
 
 
 SHAPE = profile_of(long_spec(512).model).architecture
-"""Of the 4B shape."""
+"""The 4B model's."""
 SHORT, LONG = 16_384, 524_288
 INPUT, RESULT = SHORT * SHAPE.input_bytes, SHORT * sum(SHAPE.result_bytes)
 """Bytes of a layer's, for a short sequence."""
@@ -336,7 +336,7 @@ TILED_TOKENS = 131_072
 FULL = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
 PLAIN = {"model__kernels": "plain"}
 HIDDEN, FEED_FORWARD = 2560, 9728
-"""Of the 4B shape."""
+"""The 4B model's."""
 
 
 def block_bytes(tokens: int, tiled: str, **changes: str) -> int:

@@ -1,5 +1,5 @@
-"""What plans predict beside what was measured, the error that is shown beside it, and published
-figures beside ours.
+"""Predictions of plans against measurements, the error that is shown with them, and published
+figures against ours.
 """
 
 from __future__ import annotations

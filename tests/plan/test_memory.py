@@ -111,7 +111,7 @@ def test_more_ranks_take_less_and_keeping_more_takes_more(name: str) -> None:
     ],
 )
 def test_saving_takes_disk_and_host_memory(changes: dict[str, str], each: int, copies: int) -> None:
-    """A checkpoint is twelve bytes a parameter, and an export two."""
+    """A checkpoint is twelve bytes per parameter, and an export two."""
     given = {f"checkpoint__{key}": value for key, value in changes.items()} | OURS
     plan = planned("qwen3-14b", QUAD, **{"checkpoint__export": "false"} | given)
     assert plan.disk_bytes == each * 14_768_307_200

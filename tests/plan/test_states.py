@@ -166,7 +166,7 @@ def test_second_states_that_gain_nothing_are_not_made() -> None:
 
 
 def test_fewer_second_states_are_faster_where_adam_is_long() -> None:
-    """What backward cannot hide is stepped in place, at a higher rate."""
+    """Sub-groups that backward cannot hide are stepped in place, at a higher rate."""
     short = {"data__sequence_length": "1024", "train__micro_batch": "1"}
     short["offload__cpu_adam_cores_fraction"] = "0.5"
     auto, everything = llama(**short), llama(offload__speculation="on", **short)

@@ -1,4 +1,4 @@
-"""What is written to real files of metrics comes back, whoever is killed when."""
+"""Records written to real metrics files are read back, whichever process is killed when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process is responsible for a run, also where locks fail or exclude nobody."""
+"""One process is responsible for a run, even where locks fail or exclude no one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled and downloaded code, and locks of GPUs, are in folders of one's own."""
+"""Compiled and downloaded code, and locks of GPUs, are in the user's own folders."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30)
 
 
 def test_any_file_of_a_run(tmp_path: Path) -> None:
-    """Of a run of a hundred steps with every kind of file."""
+    """Return a run of a hundred steps with every kind of file."""
     run = write_run(
         tmp_path / "runs",
         gpus=4,

@@ -1,4 +1,4 @@
-"""What a user may not read of others: closed folders, runs, hidden processes."""
+"""A user cannot read closed folders, runs and hidden processes of others."""
 
 from __future__ import annotations
 

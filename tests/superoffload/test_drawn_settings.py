@@ -71,7 +71,7 @@ class Drawn:
             sizes = [draw.choice((0.0, size, size, size * power(-2, 1))) for _ in self.shapes]
             self.steps.append((draw.choice((0.0, power(-5, -1), power(-3, -1))), sizes))
         self.decays = [draw.choice((None, 0.0, 0.05, 0.5)) for _ in self.shapes]
-        """Of each parameter's group; None for a group that leaves it to the settings."""
+        """For each parameter's group; None where the settings decide."""
         self.accumulation = draw.choice((1, 1, 2, 3, 4))
         self.clipping = draw.choice((0.0, power(-3, 0), power(0, 2), power(1, 2), power(1, 2), 1e6))
         self.dtype = draw.choice((torch.bfloat16, torch.float32))

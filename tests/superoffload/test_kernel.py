@@ -166,7 +166,7 @@ def test_worker_and_planner_count_the_same_blocks() -> None:
 @pytest.mark.parametrize("states", ["fp32", "bf16-moments", "int8-moments"])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulates: bool) -> None:
-    """Of a sub-group as large as they are in practice."""
+    """The sub-group is as large as they are in practice."""
     numel = 100_000_000
     moments = {"fp32": Moments.FP32, "bf16-moments": Moments.BF16}.get(states, Moments.INT8)
     planned = state_bytes(2, states, accumulates=accumulates) * numel
@@ -182,7 +182,7 @@ def test_moments_round_to_a_neighbour_without_bias(moments: Moments) -> None:
     for each in (states, exact):
         each.run(1, gradient)
     for found, expected in zip(states.found()[1:], exact.found()[1:], strict=True):
-        # What is smaller than the codes reach is not tested here.
+        # Values below the reach of the codes are not tested here.
         sizeable = np.abs(gradient) > 2**-10
         error = (found - expected)[sizeable] / expected[sizeable]
         assert np.abs(error).max() < PRECISION[moments]

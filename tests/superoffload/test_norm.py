@@ -175,7 +175,7 @@ def test_what_is_gathered_or_copied_counts(
     limited: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of layers of 100 parameters in an inner module, each gathered as a whole."""
+    """Layers of 100 parameters in an inner module are each gathered as a whole."""
     fetched: list[bool] = []
     # Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs.
     coordinator = SimpleNamespace(fetch_sub_module=lambda module, forward: fetched.append(forward))

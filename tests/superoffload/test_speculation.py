@@ -1,4 +1,4 @@
-"""Second states: steps before the norm is known, and saves beside training, change no bit."""
+"""Second states: stepping before the norm is known and saving during training change nothing."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class Needs:
 
     @property
     def spec(self) -> RunSpec:
-        return with_values(find_preset("tiny").spec, self.changes)
+        decided = {"offload.mode": self.mode}
+        return with_values(find_preset("tiny").spec, decided | self.changes)
 
 
 def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:

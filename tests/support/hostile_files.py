@@ -1,4 +1,4 @@
-"""Files that hold up whoever opens or reads them without care, and a disk that is full."""
+"""Files that block a careless reader, and a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def full_disk(largest_bytes: int) -> Iterator[None]:
-    """Have this process write no file beyond a size."""
+    """Keep this process from writing files beyond a size."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

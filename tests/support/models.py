@@ -30,7 +30,7 @@ _SHAPES = json.loads((Path(__file__).parents[1] / "data" / "small_models.json").
 SMALL: dict[str, Any] = _SHAPES["small"]
 LATENT: dict[str, Any] = _SHAPES["latent"]
 LONGROPE: dict[str, Any] = _SHAPES["longrope"]
-"""Of models whose heads turn 8 numbers: other frequencies in documents of more than 40 tokens."""
+"""For models whose heads turn 8 numbers: documents over 40 tokens get different frequencies."""
 OTHERS = known(_SHAPES["others"])
 """Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
 RECURRENT = known(_SHAPES["recurrent"])

@@ -109,6 +109,6 @@ def plan_of(
         host_bytes_per_node={},
         host_capacity_bytes_per_node={},
         binding=tuple(rank_binding(*rank) for rank in enumerate(cpus)),
-        spec=spec,
+        spec=spec.changed("offload", mode=mode),  # a plan has decided it
         **unplanned,
     )

@@ -122,7 +122,7 @@ def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
 
 
 LONG = (1, 700, 5, 1024, 130)
-"""Of several tiles, one of them a single token."""
+"""Documents of several tiles, and one of a single token."""
 
 
 @pytest.mark.gpu

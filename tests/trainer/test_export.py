@@ -263,7 +263,7 @@ def chat_model(folder: Path, **generation: object) -> Path:
             {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
             [1, STOP_ID],
         ),
-        # What contradicts itself is left out.
+        # Settings that contradict each other are left out.
         (
             {"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False},
             {"temperature": GenerationConfig().temperature},  # type: ignore[no-untyped-call]

@@ -178,7 +178,7 @@ def test_plans_count_kept_queries_and_keys(model_type: str) -> None:
 
 
 def products_of_a_step(causal: PreTrainedModel) -> Counter[str]:
-    """Return how many matrix products forward and backward compute, of experts by themselves."""
+    """Return the number of matmuls of forward and backward, with those of experts apart."""
     causal.train()
     counts: Counter[str] = Counter()
     passes = ["forward"]
@@ -266,7 +266,7 @@ def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
 
 
 def work_of(model_type: str, tile: int) -> int:
-    """Return the multiplications of the matrix products of a pass forward and backward."""
+    """Return the multiplications of the matmuls of a forward and a backward pass."""
     causal = model_of("full", model_type, tile=tile)
     counts: list[int] = []
 

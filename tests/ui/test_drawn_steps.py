@@ -77,7 +77,7 @@ def check_drawn(
 def check_as_opened_now(
     run: RunDirectory, shown: StepSeries, ema: float | None = None
 ) -> StepSeries:
-    """Check that somebody sees the same who opens the run now. Return what that is."""
+    """Check that opening the run now shows the same. Return what it shows."""
     followed = FollowedSteps(reader := MetricsReader(run))
     followed.want(METRICS, SMOOTHED, ema)
     while read_on(reader, followed, shown.span, 10.0):

@@ -89,8 +89,8 @@ class _Figure(NamedTuple):
 def _arranged(
     title: Pieces, figures: Sequence[_Figure], room: int, height: int
 ) -> tuple[Pieces, Pieces]:
-    """Return as many values and notes as fit beside the title, and values that find no room there;
-    none is cut, since a cut number is another number.
+    """Return the values and notes that fit next to the title, and the values that do not. None is
+    cut: a cut number would be a different number.
 
     Args:
         title: The title, and what follows it whatever else there is.
