@@ -103,7 +103,6 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     assert (sample.run_memory_peak_bytes or 0) >= 1_000_000
     tree.scan()
     assert tree.alive == ()
-    assert [process.pid for process in tree.gone] == [child.pid]
 
 
 def test_other_processes_that_compute_are_named() -> None:
