@@ -23,11 +23,7 @@ from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
-from so_tui.launch.supervisor.host_check import (
-    chosen_gpus,
-    refuse_different_host,
-    software_differences,
-)
+from so_tui.launch.supervisor.host_check import chosen_gpus, refuse_different_host
 from so_tui.launch.supervisor.processes import (
     Loss,
     ProcessTree,
@@ -293,8 +289,7 @@ class Host:
         """
         gpus = chosen_gpus(self.launch)
         self._locks = host_check.take_gpus(gpus, str(self._run.path))
-        host = inspect_machine()
-        refuse_different_host(self.launch, host)
+        refuse_different_host(self.launch, inspect_machine())
         launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
         make_code_folders(processes)
@@ -305,10 +300,6 @@ class Host:
             0o640,
         )
         try:
-            for difference in software_differences(self.launch.machine, host):
-                os.write(
-                    log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
-                )
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
