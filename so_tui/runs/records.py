@@ -496,13 +496,12 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class Rollup(Struct, frozen=True, kw_only=True):
-    """Mean and maximum of several consecutive samples; ``mean.time`` is the end of the interval."""
+    """Mean of several consecutive samples; ``mean.time`` is the end of the interval."""
 
     v: int = SCHEMA
     samples: int
     """Number of samples."""
     mean: Sample
-    peak: Sample
 
 
 # Encode records as lines and decode them.
