@@ -253,7 +253,8 @@ class SampleReader:
     def __init__(self, run: RunDirectory, host: str) -> None:
         self._folder = run.samples_dir(host)
         self._starts: dict[Path, float] = {}
-        self._known: dict[Path, _KnownLines] = {}
+        self._known: dict[Path, tuple[array[int], array[float]]] = {}
+        """By segment, where its known lines end, after 0, and of which times they are."""
         self._number = 0
         self._offset = 0
 
@@ -319,20 +320,22 @@ class SampleReader:
         self, resolution: _Resolution, path: Path, first: float, last: float
     ) -> Iterator[Rollup]:
         """Yield the rows of a segment between two times: all lines are decoded when it is read
-        first, then only those.
+        first, then only from the first to the last of those.
         """
-        known = self._known.setdefault(path, _KnownLines())
-        read_to = known.end
-        for start, end in known.spans(first, last):
-            for line in read_span(path, start, end):
-                if (
-                    row := _as_rollup(resolution, line)
-                ) is not None and first <= row.mean.time <= last:
+        ends, times = self._known.setdefault(path, (array("q", [0]), array("d")))
+        known = ends[-1]
+        within = [at for at, time in enumerate(times) if first <= time <= last]
+        if within:
+            for line in read_span(path, ends[within[0]], ends[within[-1] + 1]):
+                row = _as_rollup(resolution, line)
+                if row is not None and first <= row.mean.time <= last:
                     yield row
-        for line in read_span(path, read_to, 2 * resolution.segment_bytes):
+        for line in read_span(path, known, 2 * resolution.segment_bytes):
             row = _as_rollup(resolution, line)
-            known.add(read_to, len(line) + 1, math.nan if row is None else row.mean.time)
-            read_to += len(line) + 1
+            known += len(line) + 1
+            if known > ends[-1]:  # two readers may go through a segment at once
+                ends.append(known)
+                times.append(math.nan if row is None else row.mean.time)
             if row is not None and first <= row.mean.time <= last:
                 yield row
 
@@ -350,37 +353,6 @@ class SampleReader:
             if row is not None:
                 self._starts[path] = row.mean.time
         return self._starts.get(path, math.inf)
-
-
-class _KnownLines:
-    """Where the lines of a segment are, and of which times."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        """Bytes of the lines that are known."""
-        self._offsets: array[int] = array("q")
-        self._times = array("d")
-
-    def add(self, offset: int, size_bytes: int, time: float) -> None:
-        """Take note of a line, unless it is known: two readers may go through a segment at once."""
-        if offset == self.end:
-            self._offsets.append(offset)
-            self._times.append(time)
-            self.end += size_bytes
-
-    def spans(self, first: float, last: float) -> list[tuple[int, int]]:
-        """Return where the lines between two times are, as runs of bytes. A clock may have been set
-        back between them.
-        """
-        found: list[tuple[int, int]] = []
-        for at, line_time in enumerate(self._times):
-            if first <= line_time <= last:
-                end = self._offsets[at + 1] if at + 1 < len(self._offsets) else self.end
-                if found and found[-1][1] == self._offsets[at]:
-                    found[-1] = found[-1][0], end
-                else:
-                    found.append((self._offsets[at], end))
-        return found
 
 
 def _bucket(part: Rollup, resolution: _Resolution) -> int:

@@ -183,8 +183,9 @@ def test_moment_is_read_without_decoding_all_of_its_segment(
 
     assert (at(30, 33), at(148, 160)) == ({30, 31, 32, 33}, {148, 149})
     decoded.clear()
-    assert at(60, 61) == {60, 61}
+    assert at(20, 21) == {20, 21}
     assert len(decoded) < 10
+    assert at(60, 61) == {60, 61}
     writer.append(sample(155))
     assert at(148, 160) == {148, 149, 155}
 
