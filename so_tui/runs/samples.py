@@ -113,7 +113,6 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
         newest,
         nodes=tuple(_node(nodes[node.id]) for node in newest.nodes),
         gpus=tuple(_gpu(gpus[gpu.index]) for gpu in newest.gpus),
-        **_means([(part.mean, part.samples) for part in parts], ("run_memory_bytes",)),
         **{name: sum(getattr(sample, name) for sample in samples) for name in _SUMS},
         foreign=_busiest(process for sample in samples for process in sample.foreign),
         placement=(),  # it has no mean, and is of interest where it is now

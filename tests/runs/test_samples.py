@@ -50,7 +50,6 @@ def sample(second: float, busy: int = 50, attempt: int = 1, power_w: float | Non
         nodes=(node,),
         gpus=(GpuSample(index=0, busy_percent=busy, power_w=power_w),),
         run_cpu_s=busy / 100,
-        run_memory_bytes=busy,
     )
 
 

@@ -24,7 +24,6 @@ import psutil
 
 from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.command import MARKER as ALERT_MARKER
-from so_tui.machine.host import pss_bytes
 from so_tui.runs.directory import RunDirectory, run_id
 from so_tui.runs.liveness import Stat, alive, read_stat
 from so_tui.runs.records import ForeignProcess, ForeignProcesses, Process, Role
@@ -260,13 +259,6 @@ class ProcessTree:
         )
         self._counted_ticks = ticks
         return spent / _TICKS_PER_S
-
-    def memory_bytes(self) -> int | None:
-        """Return the proportional set size in bytes of all living processes, which counts shared
-        memory once. None if unknown.
-        """
-        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
-        return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to every living process of the run.
