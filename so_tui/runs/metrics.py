@@ -105,8 +105,6 @@ class _Segment:
         self.warning: WarningRecord | None = None
         self.places: list[tuple[int, int]] = []
         """Some steps, ascending, and where they begin."""
-        self.step_is_newer = False
-        """Whether its newest step was written after its newest phase."""
         self._last_step = -1
 
     def add(self, record: MetricRecord, at: int) -> bool:
@@ -117,7 +115,7 @@ class _Segment:
         if isinstance(record, StepRecord):
             if record.step <= self._last_step:
                 return False
-            self._last_step, self.step_is_newer = record.step, True
+            self._last_step = record.step
             if self._is_due(at):
                 self.places.append((record.step, at))
             return True
@@ -125,8 +123,6 @@ class _Segment:
             self.warning = record
         else:
             self.events.append(record)
-        if isinstance(record, PhaseRecord):
-            self.step_is_newer = False
         return True
 
     def add_lines(self, lines: Sequence[bytes], at: int) -> None:
@@ -139,8 +135,8 @@ class _Segment:
                 continue
             self.offset = at
             if line.startswith(_STEP_LINE) and self.places and not self._is_due(start):
-                self.step_is_newer = True
-            elif (record := decode_metric(line)) is not None:
+                continue
+            if (record := decode_metric(line)) is not None:
                 self.add(record, start)
 
     def read_head(self) -> None:
@@ -232,24 +228,14 @@ class MetricsReader:
     def _all_events(self) -> list[MetricRecord]:
         return [event for segment in self._segments.values() for event in segment.events]
 
-    @property
-    def step_after_phase(self) -> bool:
-        """Whether the latest step was written after the newest phase, by their order: a clock may
-        be set back between them.
-        """
-        for segment in self._newest_segments():
-            if segment.step_is_newer or any(
-                isinstance(event, PhaseRecord) for event in segment.events
-            ):
-                return segment.step_is_newer
-        return False
-
     def recent(self, count: int) -> list[StepRecord]:
         """Return the last ``count`` step records that are not superseded, oldest first: fewer where
         not all is read. Raises OSError.
         """
         found: list[StepRecord] = []
-        for segment in self._newest_segments():
+        for segment in reversed(self._segments.values()):
+            if segment in self._unread:
+                break
             for place in range(len(segment.places) - 1, -1, -1):
                 if len(found) >= count:
                     return found[-count:]
@@ -269,13 +255,6 @@ class MetricsReader:
                     if step.step > before:
                         before = step.step
                         yield step
-
-    def _newest_segments(self) -> Iterator[_Segment]:
-        """Yield the segments, the newest first, back to one that is not read to its end."""
-        for segment in reversed(self._segments.values()):
-            if segment in self._unread:
-                return
-            yield segment
 
     def segments(self) -> list[_Segment]:
         """Return the segments up to the one that is followed, oldest first."""
