@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,9 +35,8 @@ from so_tui.runs.directory import (
     write_manifest,
     write_run_json,
 )
-from so_tui.runs.liveness import host_of, identify, sees_processes_of
 from so_tui.runs.lock import ended_state, lock_held, run_lock
-from so_tui.runs.records import Process, RunState
+from so_tui.runs.records import RunState
 from so_tui.runs.state import read_state, write_spec, write_state
 from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
@@ -46,91 +44,6 @@ from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
 from so_tui.trust.files import GROUP, VARIABLE, make_run_folder
 from so_tui.trust.text import printable_line
-
-# Shared memory that ended processes of a run left in /dev/shm.
-#
-# torch names it by the pid of the process that made it. A pid alone proves nothing, because pids
-# are reused and other users and programs use the same folder.
-
-
-SHARED_MEMORY = Path("/dev/shm")
-
-_File = tuple[int, int]
-"""Device and inode. The inode alone would not do, because every file system counts its own."""
-
-_NAMED_BY_PID = re.compile(r"(?:torch|so_tui|so-tui)_(\d+)_")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_CLOCK_SLACK_S = 2.0
-"""Between the clocks of processes and of files, which both are coarse."""
-
-
-def remove_leftovers(
-    processes: Iterable[Process], folder: Path = SHARED_MEMORY
-) -> tuple[Path, ...]:
-    """Remove the shared memory that ended processes have left behind, and return it.
-
-    It is a regular file of this user, named by the pid of one of these processes, made since that
-    process started, and no process that this user can see has that pid or has the file open.
-
-    Args:
-        processes: Processes of a run on this host, by pid and start time.
-        folder: Where shared memory is.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
-    ended = {process.pid: process for process in processes if identify(process.pid) is None}
-    candidates = {}
-    for path in folder.glob("*_*_*"):
-        named = _NAMED_BY_PID.match(path.name)
-        process = ended.get(int(named[1])) if named else None
-        if process is not None and (file := _own_file(path, since=_started(process))) is not None:
-            candidates[file] = path
-    used = _files_in_use() if candidates else set()
-    found = sorted(path for file, path in candidates.items() if file not in used)
-    for path in found:
-        path.unlink(missing_ok=True)
-    return tuple(found)
-
-
-def _own_file(path: Path, *, since: float) -> _File | None:
-    """Identify a regular file of this user that changed since a time; None for anything else."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    own = (
-        stat.S_ISREG(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and found.st_ctime >= since - _CLOCK_SLACK_S
-    )
-    return (found.st_dev, found.st_ino) if own else None
-
-
-def _started(process: Process) -> float:
-    """Return when a process started, in seconds since the epoch."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.start_time / _TICKS_PER_S
-
-
-def _files_in_use() -> set[_File]:
-    """Identify the files that processes of this user have mapped or open. Of other users' processes
-    the kernel tells nothing.
-    """
-    used: set[_File] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            for line in (folder / "maps").read_bytes().splitlines():
-                fields = line.split(None, 5)
-                if len(fields) == 6 and fields[4] != b"0":
-                    major, minor = (int(number, 16) for number in fields[3].split(b":"))
-                    used.add((os.makedev(major, minor), int(fields[4])))
-        with contextlib.suppress(OSError):
-            for descriptor in (folder / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found = descriptor.stat()
-                    used.add((found.st_dev, found.st_ino))
-    return used
-
 
 LATEST = "latest"
 LONGEST_NAME = 48
@@ -358,10 +271,8 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
         with run_lock(run, assume_dead=assume_dead) as lock:
             if lock is None:
                 raise lock_held(run, assume_dead=assume_dead)
-            state = _ended(run, assume_dead)
+            _ended(run, assume_dead)
             _remove_run(run)
-        if sees_processes_of(host_of(state)):
-            remove_leftovers(state.processes)
     except OSError as error:
         raise reject(
             "not-deletable",

@@ -53,7 +53,6 @@ _PLACE_BYTES = 1 << 16
 """Least distance of the places that are remembered in a segment."""
 _END_BYTES = 1 << 17
 """More than the records of a mean and the events between them usually take."""
-_MOST_WARNINGS = 5_000
 _STEP_LINE = b'{"kind":"step"'
 """How the writer begins a step. Other lines are decoded to find out what they are."""
 
@@ -71,7 +70,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 class Events(msgspec.Struct, frozen=True, kw_only=True):
     """What a run recorded besides its steps, of all attempts and in order, without what a resume
-    supersedes.
+    supersedes; of warnings, which have no limit, only the newest.
     """
 
     start: StartRecord | None
@@ -81,7 +80,7 @@ class Events(msgspec.Struct, frozen=True, kw_only=True):
     """End of the newest attempt; None while it is alive or if it ended without a record."""
     checkpoints: tuple[CheckpointRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
-    warnings: tuple[WarningRecord, ...]
+    warning: WarningRecord | None
     resumes: tuple[ResumedRecord, ...]
 
     @property
@@ -94,8 +93,8 @@ class Events(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Segment:
-    """What was read of a segment, up to ``offset``: every record but the steps, and where steps
-    begin.
+    """What was read of a segment, up to ``offset``: every record but the steps and all but the
+    newest warning, and where steps begin.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,12 +102,10 @@ class _Segment:
         self.offset = 0
         self.attempt = 0
         self.events: list[MetricRecord] = []
+        self.warning: WarningRecord | None = None
         self.places: list[tuple[int, int]] = []
         """Some steps, ascending, and where they begin."""
-        self.step_is_newer = False
-        """Whether its newest step was written after its newest phase."""
         self._last_step = -1
-        self._warnings = 0
 
     def add(self, record: MetricRecord, at: int) -> bool:
         """Add the record that begins at a position. Return False for a step that does not follow
@@ -118,16 +115,14 @@ class _Segment:
         if isinstance(record, StepRecord):
             if record.step <= self._last_step:
                 return False
-            self._last_step, self.step_is_newer = record.step, True
+            self._last_step = record.step
             if self._is_due(at):
                 self.places.append((record.step, at))
             return True
-        self.events.append(record)
-        if isinstance(record, PhaseRecord):
-            self.step_is_newer = False
-        self._warnings += isinstance(record, WarningRecord)
-        if self._warnings > 2 * _MOST_WARNINGS:
-            self.events, self._warnings = _with_few_warnings(self.events), _MOST_WARNINGS
+        if isinstance(record, WarningRecord):
+            self.warning = record
+        else:
+            self.events.append(record)
         return True
 
     def add_lines(self, lines: Sequence[bytes], at: int) -> None:
@@ -140,8 +135,8 @@ class _Segment:
                 continue
             self.offset = at
             if line.startswith(_STEP_LINE) and self.places and not self._is_due(start):
-                self.step_is_newer = True
-            elif (record := decode_metric(line)) is not None:
+                continue
+            if (record := decode_metric(line)) is not None:
                 self.add(record, start)
 
     def read_head(self) -> None:
@@ -210,13 +205,14 @@ class MetricsReader:
         if self._events is None:
             found: defaultdict[type, list[Any]] = defaultdict(list)
             newest = 0
-            for event in _with_few_warnings(self._all_events()):
+            for event in self._all_events():
                 newest = max(newest, event.attempt)
                 if not isinstance(event, CheckpointRecord | EvaluationRecord) or self._counts(
                     event
                 ):
                     found[type(event)].append(event)
             end = next(reversed(found[EndRecord]), None)
+            warnings = [segment.warning for segment in self._segments.values() if segment.warning]
             self._events = Events(
                 start=next(reversed(found[StartRecord]), None),
                 binding=next(reversed(found[BindingRecord]), None),
@@ -224,7 +220,7 @@ class MetricsReader:
                 end=end if end and end.attempt == newest else None,
                 checkpoints=tuple(found[CheckpointRecord]),
                 evaluations=tuple(found[EvaluationRecord]),
-                warnings=tuple(found[WarningRecord]),
+                warning=next(reversed(warnings), None),
                 resumes=tuple(found[ResumedRecord]),
             )
         return self._events
@@ -232,24 +228,14 @@ class MetricsReader:
     def _all_events(self) -> list[MetricRecord]:
         return [event for segment in self._segments.values() for event in segment.events]
 
-    @property
-    def step_after_phase(self) -> bool:
-        """Whether the latest step was written after the newest phase, by their order: a clock may
-        be set back between them.
-        """
-        for segment in self._newest_segments():
-            if segment.step_is_newer or any(
-                isinstance(event, PhaseRecord) for event in segment.events
-            ):
-                return segment.step_is_newer
-        return False
-
     def recent(self, count: int) -> list[StepRecord]:
         """Return the last ``count`` step records that are not superseded, oldest first: fewer where
         not all is read. Raises OSError.
         """
         found: list[StepRecord] = []
-        for segment in self._newest_segments():
+        for segment in reversed(self._segments.values()):
+            if segment in self._unread:
+                break
             for place in range(len(segment.places) - 1, -1, -1):
                 if len(found) >= count:
                     return found[-count:]
@@ -269,13 +255,6 @@ class MetricsReader:
                     if step.step > before:
                         before = step.step
                         yield step
-
-    def _newest_segments(self) -> Iterator[_Segment]:
-        """Yield the segments, the newest first, back to one that is not read to its end."""
-        for segment in reversed(self._segments.values()):
-            if segment in self._unread:
-                return
-            yield segment
 
     def segments(self) -> list[_Segment]:
         """Return the segments up to the one that is followed, oldest first."""
@@ -420,7 +399,7 @@ class MetricsReader:
 
     def _leave_out(self, segment: _Segment, error: OSError) -> None:
         _log.info("%s is left out: %s", segment.path, error)
-        segment.offset, segment.events, segment.places = 0, [], []
+        segment.offset, segment.events, segment.places, segment.warning = 0, [], [], None
         self._unread.remove(segment)
         self._forget()
 
@@ -451,13 +430,6 @@ class MetricsReader:
         """Find out which steps count, after a resume or segments that appeared late."""
         self.generation += 1
         self.latest = next(iter(self.recent(1)), None)
-
-
-def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
-    """Return the events with only the newest warnings, the only kind without a limit."""
-    warnings = [event for event in events if isinstance(event, WarningRecord)]
-    dropped = {id(event) for event in warnings[:-_MOST_WARNINGS]}
-    return [event for event in events if id(event) not in dropped]
 
 
 def records_at_end(run: RunDirectory) -> list[MetricRecord]:

@@ -97,15 +97,13 @@ class LogReader:
     """Follows a log: complete lines without escape sequences, and only the last state of a line
     rewritten with ``\\r`` (progress bars).
 
-    The log may be missing, end within a line, or be trimmed or replaced at any time. For one
-    thread.
+    The log may be missing, end within a line, or be trimmed at any time. For one thread.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0  # in the log as it would be if never trimmed
         self._rest = b""
-        self._was_shrunk = False
         self.behind = False
         """Whether the last poll reached its limits, so that there may be more."""
 
@@ -167,8 +165,6 @@ class LogReader:
     def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:
         head = HEAD_BYTES
         if not dropped:
-            if self._shrunk(os.fstat(fd).st_size):
-                return b""
             offset = self._position
         elif self._position < head:
             offset, count = self._position, min(count, head - self._position)
@@ -185,18 +181,6 @@ class LogReader:
         block = os.pread(fd, count, offset)
         self._position += len(block)
         return block
-
-    def _shrunk(self, size: int) -> bool:
-        """Return whether the file is shorter than what was read. If it stays so, it is another log;
-        during a trim it is so briefly.
-        """
-        if size >= self._position:
-            self._was_shrunk = False
-        elif self._was_shrunk:
-            self._position, self._rest, self._was_shrunk = 0, b"", False
-        else:
-            self._was_shrunk = True
-        return self._was_shrunk
 
     def _lines(self, block: bytes) -> Iterator[str]:
         *complete, self._rest = (self._rest + block).split(b"\n")

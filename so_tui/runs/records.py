@@ -480,8 +480,6 @@ class Sample(Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuSample, ...] = ()
     run_cpu_s: float = 0.0
     """CPU seconds that the processes of the run used in the interval."""
-    run_memory_bytes: int | None = None
-    """PSS of the processes of the run. It is measured less often and repeated in between."""
     run_memory_peak_bytes: int | None = None
     """Peak memory of the run's processes so far, from the kernel's high-water marks, which include
     peaks of any length.
@@ -496,13 +494,12 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class Rollup(Struct, frozen=True, kw_only=True):
-    """Mean and maximum of several consecutive samples; ``mean.time`` is the end of the interval."""
+    """Mean of several consecutive samples; ``mean.time`` is the end of the interval."""
 
     v: int = SCHEMA
     samples: int
     """Number of samples."""
     mean: Sample
-    peak: Sample
 
 
 # Encode records as lines and decode them.

@@ -1,9 +1,9 @@
 """Samples of a host in ``samples.<host>/``, at several resolutions and of bounded size.
 
 ``raw-*`` contains the samples of the last hours; ``10s-*``, ``60s-*`` and ``600s-*`` contain
-roll-ups (mean and peak). Each resolution drops its oldest segment when it exceeds its limit. The
-limits add up to 99 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.9 kB per sample, twice that per
-roll-up) they cover at least 2 hours, 9 hours, 2 days and 3 weeks.
+roll-ups, the means of several. Each resolution drops its oldest segment when it exceeds its limit.
+The limits add up to 99 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.9 kB per sample or roll-up)
+they cover at least 2 hours, 15 hours, 3 days and 5 weeks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,88 +73,71 @@ def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
     return readable_json(run.network_path(attempt), NetworkRate, own=True)
 
 
-# Combine samples into their mean and peak. Pure functions.
+# Combine samples into their mean. Pure functions.
 
 
 Weighted = Sequence[tuple[Any, int]]
 """Values with their numbers of samples."""
-Combine = Callable[[Weighted], Any]
 
 _GPU_FIELDS = tuple(
     field.name
     for field in msgspec.structs.fields(GpuSample)
     if field.name not in ("index", "throttling")
 )
-_CPU_SECONDS = ("run_cpu_s", "supervisor_cpu_s")
+_SUMS = ("interval_s", "run_cpu_s", "supervisor_cpu_s")
 MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
 
 def _single(sample: Sample) -> Rollup:
     """Return a single sample as a roll-up."""
-    return Rollup(samples=1, mean=sample, peak=sample)
+    return Rollup(samples=1, mean=sample)
 
 
 def roll_up(parts: Sequence[Rollup]) -> Rollup:
-    """Combine consecutive roll-ups (at least one) into one.
+    """Combine consecutive roll-ups (at least one) into one, with the nodes and GPUs of the newest.
 
     The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval.
-    The peak takes the maximum of every value separately; its CPU seconds are those of the busiest
-    part, scaled to the interval. Both name every reason for throttling, and the busiest foreign
-    processes.
+    It names every reason for throttling, and the busiest foreign processes.
     """
-    weights = [part.samples for part in parts]
-    means, peaks = [part.mean for part in parts], [part.peak for part in parts]
-    interval_s = sum(mean.interval_s for mean in means)
-    sums = {name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS}
-    shares = {name: max(_share(sample, name) for sample in peaks) for name in _CPU_SECONDS}
-    most = {name: interval_s * share for name, share in shares.items()}
-    return Rollup(
-        samples=sum(weights),
-        mean=replace(_combined(means, weights, _mean), interval_s=interval_s, **sums),
-        peak=replace(_combined(peaks, weights, _peak), interval_s=interval_s, **most),
-    )
-
-
-def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sample:
-    """Combine nodes, GPUs and memory, for the nodes and GPUs of the newest sample."""
-    newest = samples[-1]
-    weighted = list(zip(samples, weights, strict=True))
+    samples = [part.mean for part in parts]
     nodes: defaultdict[int, list[tuple[NodeSample, int]]] = defaultdict(list)
     gpus: defaultdict[int, list[tuple[GpuSample, int]]] = defaultdict(list)
-    for sample, weight in weighted:
-        for node in sample.nodes:
-            nodes[node.id].append((node, weight))
-        for gpu in sample.gpus:
-            gpus[gpu.index].append((gpu, weight))
-    return replace(
+    for part in parts:
+        for node in part.mean.nodes:
+            nodes[node.id].append((node, part.samples))
+        for gpu in part.mean.gpus:
+            gpus[gpu.index].append((gpu, part.samples))
+    newest = samples[-1]
+    mean = replace(
         newest,
-        nodes=tuple(_node(nodes[node.id], combine) for node in newest.nodes),
-        gpus=tuple(_gpu(gpus[gpu.index], combine) for gpu in newest.gpus),
-        **_merged(weighted, ("run_memory_bytes",), combine),
+        nodes=tuple(_node(nodes[node.id]) for node in newest.nodes),
+        gpus=tuple(_gpu(gpus[gpu.index]) for gpu in newest.gpus),
+        **{name: sum(getattr(sample, name) for sample in samples) for name in _SUMS},
         foreign=_busiest(process for sample in samples for process in sample.foreign),
         placement=(),  # it has no mean, and is of interest where it is now
     )
+    return Rollup(samples=sum(part.samples for part in parts), mean=mean)
 
 
-def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
+def _node(nodes: list[tuple[NodeSample, int]]) -> NodeSample:
     weights = [weight for _, weight in nodes]
     cores = zip(*(node.cores for node, _ in nodes), strict=False)
     return replace(
         nodes[-1][0],
-        cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
-        **_merged(nodes, ("memory_used_bytes", "file_cache_bytes"), combine),
+        cores=tuple(_mean(list(zip(core, weights, strict=True))) for core in cores),
+        **_means(nodes, ("memory_used_bytes", "file_cache_bytes")),
     )
 
 
-def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
+def _gpu(gpus: list[tuple[GpuSample, int]]) -> GpuSample:
     reasons = tuple(sorted({reason for gpu, _ in gpus for reason in gpu.throttling}))
-    return replace(gpus[-1][0], throttling=reasons, **_merged(gpus, _GPU_FIELDS, combine))
+    return replace(gpus[-1][0], throttling=reasons, **_means(gpus, _GPU_FIELDS))
 
 
-def _merged(parts: Weighted, names: Iterable[str], combine: Combine) -> dict[str, Any]:
+def _means(parts: Weighted, names: Iterable[str]) -> dict[str, Any]:
     return {
-        name: combine([(getattr(part, name), weight) for part, weight in parts]) for name in names
+        name: _mean([(getattr(part, name), weight) for part, weight in parts]) for name in names
     }
 
 
@@ -178,15 +161,6 @@ def _mean(values: Weighted) -> Any:
         return None
     mean = sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
     return round(mean) if isinstance(known[0][0], int) else mean
-
-
-def _peak(values: Weighted) -> Any:
-    return max((value for value, _ in values if value is not None), default=None)
-
-
-def _share(sample: Sample, name: str) -> float:
-    cpu_s: float = getattr(sample, name)
-    return cpu_s / sample.interval_s if sample.interval_s > 0 else 0.0
 
 
 _FIRST_LINE_BYTES = 1 << 13
@@ -278,7 +252,8 @@ class SampleReader:
     def __init__(self, run: RunDirectory, host: str) -> None:
         self._folder = run.samples_dir(host)
         self._starts: dict[Path, float] = {}
-        self._known: dict[Path, _KnownLines] = {}
+        self._known: dict[Path, tuple[array[int], array[float]]] = {}
+        """By segment, where its known lines end, after 0, and of which times they are."""
         self._number = 0
         self._offset = 0
 
@@ -344,20 +319,22 @@ class SampleReader:
         self, resolution: _Resolution, path: Path, first: float, last: float
     ) -> Iterator[Rollup]:
         """Yield the rows of a segment between two times: all lines are decoded when it is read
-        first, then only those.
+        first, then only from the first to the last of those.
         """
-        known = self._known.setdefault(path, _KnownLines())
-        read_to = known.end
-        for start, end in known.spans(first, last):
-            for line in read_span(path, start, end):
-                if (
-                    row := _as_rollup(resolution, line)
-                ) is not None and first <= row.mean.time <= last:
+        ends, times = self._known.setdefault(path, (array("q", [0]), array("d")))
+        known = ends[-1]
+        within = [at for at, time in enumerate(times) if first <= time <= last]
+        if within:
+            for line in read_span(path, ends[within[0]], ends[within[-1] + 1]):
+                row = _as_rollup(resolution, line)
+                if row is not None and first <= row.mean.time <= last:
                     yield row
-        for line in read_span(path, read_to, 2 * resolution.segment_bytes):
+        for line in read_span(path, known, 2 * resolution.segment_bytes):
             row = _as_rollup(resolution, line)
-            known.add(read_to, len(line) + 1, math.nan if row is None else row.mean.time)
-            read_to += len(line) + 1
+            known += len(line) + 1
+            if known > ends[-1]:  # two readers may go through a segment at once
+                ends.append(known)
+                times.append(math.nan if row is None else row.mean.time)
             if row is not None and first <= row.mean.time <= last:
                 yield row
 
@@ -375,37 +352,6 @@ class SampleReader:
             if row is not None:
                 self._starts[path] = row.mean.time
         return self._starts.get(path, math.inf)
-
-
-class _KnownLines:
-    """Where the lines of a segment are, and of which times."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        """Bytes of the lines that are known."""
-        self._offsets: array[int] = array("q")
-        self._times = array("d")
-
-    def add(self, offset: int, size_bytes: int, time: float) -> None:
-        """Take note of a line, unless it is known: two readers may go through a segment at once."""
-        if offset == self.end:
-            self._offsets.append(offset)
-            self._times.append(time)
-            self.end += size_bytes
-
-    def spans(self, first: float, last: float) -> list[tuple[int, int]]:
-        """Return where the lines between two times are, as runs of bytes. A clock may have been set
-        back between them.
-        """
-        found: list[tuple[int, int]] = []
-        for at, line_time in enumerate(self._times):
-            if first <= line_time <= last:
-                end = self._offsets[at + 1] if at + 1 < len(self._offsets) else self.end
-                if found and found[-1][1] == self._offsets[at]:
-                    found[-1] = found[-1][0], end
-                else:
-                    found.append((self._offsets[at], end))
-        return found
 
 
 def _bucket(part: Rollup, resolution: _Resolution) -> int:

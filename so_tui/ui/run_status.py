@@ -215,8 +215,7 @@ def news(snapshot: Snapshot) -> Sequence[Piece]:
     if state.state == "training" and state.slowdown is not None:
         remedy = slowdown_remedy(state.slowdown)
         return ("~ ", "$warning"), slowdown_text(state.slowdown), (f"   {remedy}", "$faint")
-    if events.warnings:
-        last = events.warnings[-1]
+    if (last := events.warning) is not None:
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
         return ("~ ", "$warning"), brief_message(last.message), (more, "$faint")
     if detail and not snapshot.stop_asked:  # the title says that

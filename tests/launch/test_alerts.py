@@ -19,6 +19,7 @@ from so_tui.folders import settings_file
 from so_tui.launch.command import AlertCommand
 from so_tui.launch.supervisor import alerts as alerting
 from so_tui.launch.supervisor.processes import ProcessTree
+from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState, StepRecord
 from so_tui.settings import ALERTS, AlertSettings
@@ -225,7 +226,9 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     assert read_stat(first) is None
 
 
-def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_own_settings_set_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only the user's own file has alerts and tokens, and only while it is private."""
     planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nfolder = '/tmp'\n"
     preset = tmp_path / "p.toml"
@@ -242,16 +245,18 @@ def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "state.json").write_text(json.dumps(state))
     monkeypatch.chdir(folder)
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
-    own = alerting._OwnSettings()
-    assert own.current().alerts == AlertSettings()
-    assert not own.current().prometheus.folder
+    own = alerting.Announcer(RunDirectory(folder), 1, "node1", "")
+    assert own._settings().alerts == AlertSettings()
+    assert not own._settings().prometheus.folder
     assert not any("command" in field for field in Alert.__struct_fields__)
     change_settings({"alerts.command": ["/bin/true"]})
-    assert own.current().alerts.command == ("/bin/true",)
+    assert own._settings().alerts.command == ("/bin/true",)
     settings_file().chmod(0o644)
-    assert own.current().alerts.command == ()
+    for _ in range(2):
+        assert own._settings().alerts.command == ()
+    assert len(capsys.readouterr().err.splitlines()) == 1, "each problem is logged once"
     settings_file().unlink()
-    assert own.current().alerts == AlertSettings()
+    assert own._settings().alerts == AlertSettings()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A host that differs from the planned machine is refused; locks of GPUs."""
+"""A host that lacks what was planned with is refused; locks of GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ from tests.support.plans import quad_gh200
 
 QUAD = quad_gh200()
 LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD)
-FIRST, *OTHERS = QUAD.numa_nodes
-NO_UUID = tuple(replace(gpu, uuid=None) for gpu in QUAD.gpus)
-
-
-def with_first(**changes: object) -> Machine:
-    return replace(QUAD, numa_nodes=(replace(FIRST, **changes), *OTHERS))
-
-
-def with_second_gpu(**changes: object) -> Machine:
-    return replace(QUAD, gpus=(QUAD.gpus[0], replace(QUAD.gpus[1], **changes)))
 
 
 @pytest.mark.parametrize(
@@ -36,43 +26,32 @@ def with_second_gpu(**changes: object) -> Machine:
     [
         QUAD,
         replace(QUAD, gpus=QUAD.gpus[:2]),
-        replace(QUAD, gpus=NO_UUID),  # NVML failed; the bus addresses agree
-        with_first(memory_total_bytes=int(0.95 * FIRST.memory_total_bytes)),
-        replace(with_first(memory_total_bytes=1), memory_grows=True),
-        replace(QUAD, numa_nodes=(FIRST, *OTHERS[:-1], replace(OTHERS[-1], memory_total_bytes=1))),
+        replace(QUAD, numa_nodes=QUAD.numa_nodes[:2]),
         replace(QUAD, software=replace(QUAD.software, torch="1.0")),
     ],
 )
 def test_the_planned_host_is_accepted(host: Machine) -> None:
-    for planned in (QUAD, replace(QUAD, gpus=NO_UUID)):
-        host_check.refuse_different_host(replace(LAUNCH, machine=planned), host)
+    host_check.refuse_different_host(LAUNCH, host)
 
 
 @pytest.mark.parametrize(
-    ("host", "code"),
+    ("host", "codes"),
     [
-        (replace(QUAD, gpus=QUAD.gpus[:1]), "gpu-missing"),
-        (with_second_gpu(uuid="GPU-f"), "gpu-differs"),
-        (with_second_gpu(uuid=None, pci_bus_id="ffff:01:00.0"), "gpu-differs"),
-        (replace(QUAD, numa_nodes=QUAD.numa_nodes[:1]), "numa-node-missing"),
-        (replace(QUAD, allowed_cpus=tuple(range(100))), "cores-not-allowed"),
-        (with_first(cpus=FIRST.cpus[1:]), "numa-node-differs"),
-        (with_first(memory_total_bytes=FIRST.memory_total_bytes // 2), "numa-node-differs"),
-        (replace(QUAD, numa_nodes=()), "numa-node-missing"),
+        (replace(QUAD, gpus=QUAD.gpus[:1]), ("gpu-missing",)),
+        (
+            replace(QUAD, gpus=(QUAD.gpus[0], replace(QUAD.gpus[1], pci_bus_id="ffff:01:00.0"))),
+            ("gpu-missing",),
+        ),
+        (replace(QUAD, numa_nodes=QUAD.numa_nodes[:1]), ("numa-node-missing",)),
+        (replace(QUAD, allowed_cpus=tuple(range(100))), ("cores-not-allowed",)),
+        (replace(QUAD, gpus=(), numa_nodes=()), ("gpu-missing", "numa-node-missing")),
     ],
 )
-def test_other_gpus_nodes_and_cores_are_refused(host: Machine, code: str) -> None:
+def test_missing_gpus_nodes_and_cores_are_refused(host: Machine, codes: tuple[str, ...]) -> None:
     with pytest.raises(host_check.HostDiffersError) as caught:
         host_check.refuse_different_host(LAUNCH, host)
-    assert caught.value.codes == (code,)
-    assert ("NUMA nodes 0 and 1, which" in str(caught.value)) == (not host.numa_nodes)
-
-
-def test_other_software_is_named() -> None:
-    host = replace(QUAD, software=replace(QUAD.software, torch="1.0"))
-    (difference,) = host_check.software_differences(QUAD, host)
-    assert difference.code == "software-differs"
-    assert host_check.software_differences(QUAD, QUAD) == ()
+    assert caught.value.codes == codes
+    assert (f"1 ({QUAD.gpus[1].pci_bus_id})" in str(caught.value)) == ("gpu-missing" in codes)
 
 
 ME = host_check._Holder(run="/runs/mine", pid=os.getpid())

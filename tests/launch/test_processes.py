@@ -209,14 +209,14 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
         stat = read_stat(pid)
         return stat and dataclasses.replace(stat, start_time=stat.start_time + 1)
 
-    with started(*WAITS, run=tmp_path) as process:
+    with started(*WAITS, "--local_rank=0", run=tmp_path) as process:
         wait_for_environment(process.pid)
         tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
         (known,) = tree.alive
         with monkeypatch.context() as patch:
             patch.setattr(processes, "read_stat", later)
-            assert tree.scan() == []
+            assert tree.scan() == [known]
             (reused,) = tree.alive
             assert (reused.pid, reused.start_time) == (known.pid, known.start_time + 1)
             assert list(tree.gone) == [known]
@@ -225,22 +225,21 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
         assert list(tree.gone) == [known, reused]
 
 
-def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_MOST_GONE", 3)
+def test_only_leading_processes_are_remembered(tmp_path: Path) -> None:
     tree = processes.ProcessTree(processes.markers(RunDirectory(tmp_path)), supervisor_pid=-1)
-    seen: list[Process] = []
     ended: list[Process] = []
-    for arguments in (["--local_rank=0"], [], [], [], []):
+    for arguments in (["--local_rank=0"], []):
         with started(*WAITS, *arguments, run=tmp_path) as process:
             wait_for_environment(process.pid)
             tree.scan()
-            seen += tree.alive
+            (last,) = tree.alive
             say(process, "")
             wait_until(lambda: not running(process.pid))
             ended += tree.scan()
-    assert ended == [seen[0]]
-    assert list(tree.gone) == [seen[0], *seen[-2:]]
-    assert [tree.gone.get(process) for process in seen] == [3, None, None, 3, 3]
+            assert tree.alive == ()
+    assert last not in ended
+    assert tree.gone == dict.fromkeys(ended, 3)
+    assert len(ended) == 1
 
 
 def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:

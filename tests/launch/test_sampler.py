@@ -99,11 +99,9 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     assert cores == [len(node.cpus) for node in machine.cpu_nodes]
     assert max(share for node in sample.nodes for share in node.cores) > 10
     assert sample.run_cpu_s > 0.1
-    assert (sample.run_memory_bytes or 0) > 1_000_000
     assert (sample.run_memory_peak_bytes or 0) >= 1_000_000
     tree.scan()
     assert tree.alive == ()
-    assert [process.pid for process in tree.gone] == [child.pid]
 
 
 def test_other_processes_that_compute_are_named() -> None:

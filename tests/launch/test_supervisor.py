@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -48,15 +47,9 @@ WITHIN_S = 30.0
 
 
 def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
-    """No known or marked process of the run lives, and its shared memory is gone."""
+    """No known or marked process of the run lives."""
     marked = OwnProcesses().carry(frozenset({f"SO_TUI_RUN={run.path}"}))
-    return not (any(map(alive, before.processes)) or marked or shared_memory_of(run, before))
-
-
-def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
-    """Return the shared memory that is named by a run and its processes; pids are reused."""
-    names = (f"/dev/shm/torch_{process.pid}_{run.path.name}" for process in state.processes)
-    return [path for path in map(Path, names) if path.exists()]
+    return not (any(map(alive, before.processes)) or marked)
 
 
 def supervisor_of(state: RunState) -> Process:
@@ -210,9 +203,7 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     assert (last.state, last.exit_code, last.code) == ("lost", 1, OutcomeCode.UNOBSERVED)
     assert last.ended is not None
     assert last.ended <= killed, "not the time at which somebody looked"
-    assert shared_memory_of(run, before)
     assert resume(run, prepare_resume(run, machine)) == 2
-    assert not shared_memory_of(run, before), "the next attempt removes what nobody could remove"
     again = wait_for_training(run, 2)
     assert (again.earlier_s, again.ended) == (last.took_s, None)
     assert stop(run, grace_s=30).state == "stopped"

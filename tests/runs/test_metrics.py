@@ -117,7 +117,7 @@ def test_records_come_back_as_they_were_written(run: RunDirectory) -> None:
     assert str(read_all(reader)) == str(records)
     events = reader.metrics.events
     assert (events.start, str(reader.metrics.latest), events.end) == (start(1), str(steps[-1]), end)
-    assert (*events.evaluations, *events.checkpoints, *events.warnings) == tuple(records[51:54])
+    assert (*events.evaluations, *events.checkpoints, events.warning) == tuple(records[51:54])
     assert reader.poll().records == ()
     assert str(rows(reader)) == str([(each.step, each.loss) for each in steps])
     assert rows(reader, "gradient_norm") == [(each.step, each.gradient_norm) for each in steps]
@@ -299,14 +299,12 @@ def test_a_segment_that_appears_late_is_read(run: RunDirectory) -> None:
     assert numbers(reader) == [*range(100, 301)]
 
 
-def test_newest_warnings_are_kept(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST_WARNINGS", 10)
+def test_the_newest_warning_is_kept(run: RunDirectory) -> None:
     for attempt in (1, 2):
         warnings = [WarningRecord(attempt=attempt, time=1e9, message=str(at)) for at in range(25)]
         write(run, attempt, start(attempt), *warnings)
     events = completely(run).events
-    assert [warning.message for warning in events.warnings] == [str(at) for at in range(15, 25)]
-    assert events.start == start(2)
+    assert (events.start, events.warning) == (start(2), warnings[-1])
 
 
 def test_segment_that_fails_to_close_costs_no_record(

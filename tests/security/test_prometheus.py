@@ -73,6 +73,7 @@ def test_names_stay_in_their_labels() -> None:
         assert line.isprintable()
     for name, value in (
         ("so_tui_loss{", " NaN"),
+        ("so_tui_run_memory_bytes{", f" {1 << 30}"),
         ("so_tui_node_cpu_busy_ratio{", " 0.75"),
         ("so_tui_gpu_clock_hertz{", " 1980000000.0"),
     ):

@@ -13,7 +13,6 @@ from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_state
-from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
@@ -48,20 +47,19 @@ class Runs:
         return run, wait_for(run, lambda state: state.step >= 2 and everyone <= roles(state))
 
     def clean_up(self) -> None:
-        """Kill every process that is left, and remove its shared memory."""
+        """Kill every process that is left."""
         for run in self._started:
             clean_up(run)
 
 
 def clean_up(run: RunDirectory) -> None:
-    """Kill every process that is left of a run, and remove its shared memory."""
+    """Kill every process that is left of a run."""
     with contextlib.suppress(Exception):
         state = read_state(run)
         processes = [*filter(None, [state.supervisor]), *state.processes]
         for process in filter(alive, processes):
             kill(process)
         wait_for_end_of(*processes)
-        remove_leftovers(processes)
 
 
 def roles(state: RunState) -> set[str]:

@@ -313,7 +313,6 @@ def sample(chance: random.Random, attempt: int, at: float, machine: Machine, pla
         nodes=nodes,
         gpus=gpus,
         run_cpu_s=190.0,
-        run_memory_bytes=340 * GIB,
         run_memory_peak_bytes=352 * GIB,
         supervisor_cpu_s=0.004,
     )

@@ -14,7 +14,6 @@ Problem codes:
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import re
@@ -128,8 +127,6 @@ def kept(script: str, name: str, before: Draft | None = None) -> Draft:
 # Problem codes: unknown-site: There is no profile of this name. invalid-site: A profile is not
 # TOML, has an unknown key or a wrong value, or is not this user's own.
 
-
-_LOG = logging.getLogger(__name__)
 
 GENERIC = "generic"
 
@@ -251,6 +248,9 @@ def _site_names() -> tuple[str, ...]:
     return tuple(sorted({path.stem for path in paths}))
 
 
+_UNREADABLE = OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError
+
+
 def load_site(name: str) -> Site:
     """Return a profile. Raises InputError with the codes of this module."""
     own, builtin = _user_sites() / f"{name}.toml", _builtin_sites() / f"{name}.toml"
@@ -272,7 +272,7 @@ def load_site(name: str) -> Site:
             f"its lines would be executed: {error}",
             "Make it your own file, which others cannot write.",
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
+    except _UNREADABLE as error:
         raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
 
 
@@ -296,26 +296,17 @@ def site_name(given: str) -> str:
     return given or next(named, GENERIC)
 
 
-def _clusters_of(name: str) -> tuple[str, ...]:
-    """Return the clusters that a profile names; of one that is wrong, as far as it can be read,
-    with those of the one that it replaces.
+def _clusters_of(name: str) -> tuple[Any, ...]:
+    """Return the clusters that a profile names, also one that is wrong; if it cannot be read, those
+    of the one that it replaces.
 
     So nobody's job is submitted without the options that a profile was written for.
     """
-    try:
-        return load_site(name).clusters
-    except InputError as error:
-        _LOG.info("site profile %s cannot be used: %s", name, error)
-    builtin = _builtin_sites() / f"{name}.toml"
-    content = [builtin.read_bytes()] if builtin.is_file() else []
-    with contextlib.suppress(OSError):
-        content.append(read_own(_user_sites() / f"{name}.toml"))
-    named: list[str] = []
-    for profile in content:
-        with contextlib.suppress(UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
-            found = msgspec.convert(decode_toml(profile), _Named).clusters
-            named += [cluster for cluster in found if isinstance(cluster, str)]
-    return tuple(named)
+    own, builtin = _user_sites() / f"{name}.toml", _builtin_sites() / f"{name}.toml"
+    for path, read in ((own, read_own), (builtin, Path.read_bytes)):
+        with contextlib.suppress(*_UNREADABLE):
+            return msgspec.convert(decode_toml(read(path)), _Named).clusters
+    return ()
 
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:

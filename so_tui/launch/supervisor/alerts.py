@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from so_tui.folders import settings_file
 from so_tui.launch.command import MARKER, AlertCommand, log_line
 from so_tui.launch.supervisor.prometheus import Textfile
 from so_tui.runs.directory import RunDirectory
@@ -203,29 +202,6 @@ _DISKS_S = 60.0
 _SETTINGS_S = 30.0
 
 
-class _OwnSettings:
-    """The settings of the user who supervises, read again when their file has changed. Nothing of a
-    run, spec or preset is a setting.
-    """
-
-    def __init__(self) -> None:
-        self._file = settings_file()
-        self._signature: tuple[int, ...] | None = None
-        self._loaded = Loaded()
-        self._due = 0.0
-
-    def current(self) -> Settings:
-        """Return the settings in force, at most half a minute old."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + _SETTINGS_S
-            signature = _signature(self._file)
-            if signature != self._signature:
-                self._signature, self._loaded = signature, load_settings()
-                for problem in self._loaded.problems:
-                    log_line(str(problem))
-        return self._loaded.settings
-
-
 class Announcer:
     """Notices what happens to one attempt, runs the user's command for it, and returns it for the
     state, where the screen sees it.
@@ -240,7 +216,8 @@ class Announcer:
         self._run = run
         self._host = host
         self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
-        self._settings = _OwnSettings()
+        self._loaded = Loaded()
+        self._settings_due = 0.0
         self._watch = _AlertWatch(attempt, time.monotonic(), told_step)
         self.command = AlertCommand()
         self._disks_due = 0.0
@@ -248,7 +225,7 @@ class Announcer:
 
     def tick(self, state: RunState, records: Iterable[MetricRecord], *, full: bool) -> Alerts:
         """Return what is new; ``full`` says that the disk accepts nothing more."""
-        settings, now = self._settings.current().alerts, time.monotonic()
+        settings, now = self._settings().alerts, time.monotonic()
         found = self._watch.observe(state, records, now, settings)
         if full or now >= self._disks_due:
             self._disks_due = now + _DISKS_S
@@ -259,18 +236,18 @@ class Announcer:
 
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
         """Write figures for Prometheus, if the settings name a folder."""
-        folder = self._settings.current().prometheus.folder
+        folder = self._settings().prometheus.folder
         self._textfile.publish(folder, state, step, sample)
 
     def end(self, state: RunState) -> Alerts:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and
         ``finish`` waits for its command.
         """
-        return self._watch.end(state, self._settings.current().alerts)
+        return self._watch.end(state, self._settings().alerts)
 
     def tell(self, alerts: Iterable[Alert], state: RunState) -> None:
         """Have the user's command run for each of these alerts."""
-        settings = self._settings.current().alerts
+        settings = self._settings().alerts
         for alert in alerts:
             text = alert_text(alert, self._run.name, state)
             about = {
@@ -291,6 +268,18 @@ class Announcer:
         self._textfile.remove()
         self.command.finish()
 
+    def _settings(self) -> Settings:
+        """Return the settings of the user who supervises, at most half a minute old. Nothing of a
+        run, spec or preset is a setting.
+        """
+        if time.monotonic() >= self._settings_due:
+            self._settings_due = time.monotonic() + _SETTINGS_S
+            known, self._loaded = self._loaded.problems, load_settings()
+            for problem in self._loaded.problems:
+                if problem not in known:
+                    log_line(str(problem))
+        return self._loaded.settings
+
 
 def _free_bytes(folders: Iterable[str]) -> dict[str, int]:
     """Return the space that this user can still fill, by folder; a folder that is not there yet
@@ -307,14 +296,3 @@ def _free_bytes(folders: Iterable[str]) -> dict[str, int]:
                 pass  # away for a moment: asked again in a minute
             break
     return found
-
-
-def _signature(path: Path) -> tuple[int, ...]:
-    """Return what changes whenever the file or the right to read it does; empty if it is not
-    there.
-    """
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

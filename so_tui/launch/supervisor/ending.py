@@ -29,7 +29,7 @@ from so_tui.runs import state as run_state
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import END_CODES, EXIT_CODES, identify, this_host
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
+from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState
 from so_tui.trust.decoding import read_json
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
@@ -455,17 +455,8 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
     if latest is not None:
         state = replace(state, step=latest.step, loss=latest.loss)
     if phase is not None and phase.attempt == attempt:
-        # A step after the last announced phase shows that loading or saving is over, even if that
-        # was not announced.
-        trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
-        now: State = "training" if trains else phase.phase
-        over = trains and phase.phase != "training"
-        state = replace(
-            state,
-            state=now,
-            detail="" if over else phase.detail,
-            ending=phase.stage == ENDING and not trains,
-        )
+        ends = phase.stage == ENDING
+        state = replace(state, state=phase.phase, detail=phase.detail, ending=ends)
     if events.checkpoints:
         saved = events.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)

@@ -23,11 +23,7 @@ from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
-from so_tui.launch.supervisor.host_check import (
-    chosen_gpus,
-    refuse_different_host,
-    software_differences,
-)
+from so_tui.launch.supervisor.host_check import chosen_gpus, refuse_different_host
 from so_tui.launch.supervisor.processes import (
     Loss,
     ProcessTree,
@@ -42,11 +38,10 @@ from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Binding, Launch, Plan
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
-from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import this_host
 from so_tui.runs.lock import RunLock
 from so_tui.runs.reader import LogReader, trim_log
-from so_tui.runs.records import Process, Sample
+from so_tui.runs.records import Sample
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL
 from so_tui.spec import Refused
@@ -294,8 +289,7 @@ class Host:
         """
         gpus = chosen_gpus(self.launch)
         self._locks = host_check.take_gpus(gpus, str(self._run.path))
-        host = inspect_machine()
-        refuse_different_host(self.launch, host)
+        refuse_different_host(self.launch, inspect_machine())
         launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
         make_code_folders(processes)
@@ -306,10 +300,6 @@ class Host:
             0o640,
         )
         try:
-            for difference in software_differences(self.launch.machine, host):
-                os.write(
-                    log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
-                )
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
@@ -464,12 +454,9 @@ class Host:
         with self.despite_errors_of("signals to processes"):
             self.tree.signal(signum)
 
-    def sweep(self, recorded: tuple[Process, ...] = ()) -> None:
-        """End marked processes that were missed, remove the shared memory that killed processes
-        leave behind, and read the last lines of the log, which say why.
-
-        Args:
-            recorded: Processes that an earlier supervisor saw.
+    def sweep(self) -> None:
+        """End marked processes that were missed, and read the last lines of the log, which say
+        why.
         """
         deadline = time.monotonic() + _SWEEP_S
         self.tree.scan(thorough=True)
@@ -477,8 +464,6 @@ class Host:
             self.signal_all(signal.SIGKILL)
             time.sleep(0.1)
             self.tree.scan()
-        with self.despite_errors_of("shared memory"):
-            remove_leftovers({*self.tree.gone, *recorded})
         with self.despite_errors_of("output"):
             self._take_lines(self._log.poll())
             # A process that nobody could end may write without end.

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,10 @@ from msgspec import Struct, json
 
 from so_tui.folders import host_folder, state_home
 from so_tui.machine.host import cpu_ranges
-from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.plan import Binding, Launch
+from so_tui.machine.types import Gpu, Machine
+from so_tui.plan.plan import Launch
 from so_tui.spec import Refusal, Refused
 from so_tui.trust.files import NotOwnError, private_folder
-from so_tui.units import memory_size
-
-_LEAST_MEMORY = 0.9
-"""Share of a NUMA node's planned memory that must be present. The kernel's own share varies a
-little from boot to boot.
-"""
 
 
 class HostDiffersError(Refused):
@@ -33,110 +27,30 @@ class HostDiffersError(Refused):
 
 
 def refuse_different_host(launch: Launch, host: Machine) -> None:
-    """Compare the GPUs, NUMA nodes and cores that the launch uses with those of a host.
+    """Refuse a host without the GPUs, NUMA nodes or cores that the launch uses.
 
     Raises:
-        HostDiffersError: With the codes ``gpu-missing``, ``gpu-differs``, ``numa-node-missing``,
-            ``numa-node-differs``, ``cores-not-allowed``.
+        HostDiffersError: With the codes ``gpu-missing``, ``numa-node-missing``,
+            ``cores-not-allowed``.
     """
-    binding = launch.plan.binding
-    differences = (
-        *_gpus(binding, launch.machine, host),
-        *_numa_nodes(binding, launch.machine, host),
-        *_cores(binding, host),
-    )
-    if differences:
-        raise HostDiffersError(differences)
-
-
-def software_differences(planned: Machine, host: Machine) -> tuple[Refusal, ...]:
-    """Return in what torch and DeepSpeed differ from those planned for (``software-differs``). They
-    do not prevent the start.
-    """
-    pairs = (
-        ("torch", planned.software.torch, host.software.torch),
-        ("DeepSpeed", planned.software.deepspeed, host.software.deepspeed),
-    )
-    return tuple(
-        Refusal(
-            "software-differs",
-            f"{name} {found} is installed, and the plan was made for {name} {expected}",
-        )
-        for name, expected, found in pairs
-        if found != expected
-    )
-
-
-def _gpus(binding: Binding, planned: Machine, host: Machine) -> Iterator[Refusal]:
-    expected = {gpu.index: gpu for gpu in planned.gpus}
-    present = {gpu.index: gpu for gpu in host.gpus}
-    for index in (rank.gpu for rank in binding if rank.gpu is not None):
-        if index not in present:
-            yield Refusal(
-                "gpu-missing",
-                f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
-            )
-            continue
-        if index not in expected:  # the launch was edited by hand
-            continue
-        one, other = present[index], expected[index]
-        # One of them has no UUID where NVML failed.
-        by_uuid = one.uuid and other.uuid
-        found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
-        if found != wanted:
-            yield Refusal(
-                "gpu-differs",
-                f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
-            )
-
-
-def _numa_nodes(binding: Binding, planned: Machine, host: Machine) -> Iterator[Refusal]:
-    used = {rank.numa_node for rank in binding if rank.numa_node is not None} | {
-        node for rank in binding for node in rank.memory_policy.nodes
-    }
-    expected = {node.id: node for node in planned.numa_nodes}
-    present = {node.id: node for node in host.numa_nodes}
-    if missing := used - present.keys():
-        yield Refusal(
-            "numa-node-missing",
-            f"the plan uses {_named(missing)}, which {host.hostname} does not have",
-        )
-    cores = {cpu for rank in binding for cpu in rank.cpus}
-    grows = planned.memory_grows or host.memory_grows
-    for node in sorted(used & expected.keys() & present.keys()):
-        yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
-
-
-def _node(
-    expected: NumaNode, found: NumaNode, cores: set[int], hostname: str, *, memory_grows: bool
-) -> Iterator[Refusal]:
-    where = f"NUMA node {found.id} of {hostname}"
-    if missing := (cores & set(expected.cpus)) - set(found.cpus):
-        yield Refusal(
-            "numa-node-differs",
-            f"{where} does not contain cores {cpu_ranges(missing)}, which the plan uses",
-        )
-    wanted, total = expected.memory_total_bytes, found.memory_total_bytes
-    if not memory_grows and total < _LEAST_MEMORY * wanted:
-        yield Refusal(
-            "numa-node-differs",
-            f"{where} has {memory_size(total)} of memory, and the plan was made for "
-            f"{memory_size(wanted)}",
-        )
-
-
-def _named(nodes: Iterable[int]) -> str:
-    """Return ``NUMA node 2`` or ``NUMA nodes 0, 1 and 3``."""
-    *first, last = map(str, sorted(nodes))
-    return f"NUMA nodes {', '.join(first)} and {last}" if first else f"NUMA node {last}"
-
-
-def _cores(binding: Binding, host: Machine) -> Iterator[Refusal]:
-    if missing := {cpu for rank in binding for cpu in rank.cpus} - set(host.allowed_cpus):
-        yield Refusal(
-            "cores-not-allowed",
-            f"the plan uses cores {cpu_ranges(missing)}, which may not be used on {host.hostname}",
-        )
+    ranks, missing = launch.plan.binding, list[Refusal]()
+    gpus = {(gpu.index, gpu.pci_bus_id) for gpu in chosen_gpus(launch)}
+    if gpus := gpus - {(gpu.index, gpu.pci_bus_id) for gpu in host.gpus}:
+        named = ", ".join(f"{index} ({bus_id})" for index, bus_id in sorted(gpus))
+        message = f"the plan uses GPU {named}, which {host.hostname} does not have"
+        missing.append(Refusal("gpu-missing", message))
+    nodes = {rank.numa_node for rank in ranks if rank.numa_node is not None}
+    nodes = nodes.union(*(rank.memory_policy.nodes for rank in ranks))
+    if nodes := nodes - {node.id for node in host.numa_nodes}:
+        named = cpu_ranges(nodes)
+        message = f"the plan uses NUMA node {named}, which {host.hostname} does not have"
+        missing.append(Refusal("numa-node-missing", message))
+    if cores := {cpu for rank in ranks for cpu in rank.cpus} - set(host.allowed_cpus):
+        named = cpu_ranges(cores)
+        message = f"the plan uses cores {named}, which may not be used on {host.hostname}"
+        missing.append(Refusal("cores-not-allowed", message))
+    if missing:
+        raise HostDiffersError(missing)
 
 
 # Locks on the GPUs that a run uses on its host. They are flock(2), released with the holder.

@@ -24,7 +24,6 @@ import psutil
 
 from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.command import MARKER as ALERT_MARKER
-from so_tui.machine.host import pss_bytes
 from so_tui.runs.directory import RunDirectory, run_id
 from so_tui.runs.liveness import Stat, alive, read_stat
 from so_tui.runs.records import ForeignProcess, ForeignProcesses, Process, Role
@@ -138,10 +137,6 @@ _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of what SIGTERM ended; a rank obeys it by leaving with the second."""
 _LEADING: tuple[Role, ...] = ("runner", "launcher", "rank")
 """What the others follow. Each starts once in an attempt."""
-_MOST_GONE = 1000
-"""So many ended processes are remembered: a run of days may start and end any number, such as
-data-loader workers.
-"""
 _WORKER_SCRIPT = "/superoffload/worker.py"
 
 
@@ -192,7 +187,7 @@ class _Living:
 
 
 class ProcessTree:
-    """The processes of a run, alive or ended.
+    """The processes of a run: those that live, and the leading ones that have ended.
 
     A process of this user belongs to the run if its parent does, if its parent is the supervisor (a
     child subreaper, which inherits the run's orphans), or if its environment has the run's markers.
@@ -204,9 +199,9 @@ class ProcessTree:
         self._supervisor_pid = supervisor_pid
         self._living: dict[int, _Living] = {}
         self.gone: dict[Process, int | None] = {}
-        """The processes that have ended, in the order in which that was observed, with their exit
-        codes (below 0 for a signal; None if the parent collected it before we could read it): every
-        runner, launcher and rank, of others the last.
+        """The runner, launcher and ranks that have ended, in the order in which that was observed,
+        with their exit codes (below 0 for a signal; None if the parent collected it before we could
+        read it).
         """
         self._seen: set[int] = set()
         self._counted_ticks: dict[int, int] = {}
@@ -265,13 +260,6 @@ class ProcessTree:
         self._counted_ticks = ticks
         return spent / _TICKS_PER_S
 
-    def memory_bytes(self) -> int | None:
-        """Return the proportional set size in bytes of all living processes, which counts shared
-        memory once. None if unknown.
-        """
-        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
-        return sum(sizes) if sizes else None
-
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to every living process of the run.
 
@@ -288,8 +276,8 @@ class ProcessTree:
             raise refused
 
     def _refresh(self) -> dict[Process, int | None]:
-        """Read the known processes again, and move those that have ended to ``gone``. Return
-        them.
+        """Read the known processes again, and forget those that have ended. Return the runner,
+        launcher and ranks among them, which ``gone`` keeps.
         """
         ended = {}
         for pid, entry in list(self._living.items()):
@@ -299,13 +287,11 @@ class ProcessTree:
                 if not entry.described:
                     self._describe(pid, stat)
                 continue
-            ended[process] = _exit_code(process, stat)
+            if process.role in _LEADING:
+                ended[process] = _exit_code(process, stat)
             del self._living[pid]
             self._seen.discard(pid)  # another process may have it by now
         self.gone |= ended
-        others = [process for process in self.gone if process.role not in _LEADING]
-        for process in others[: max(0, len(self.gone) - _MOST_GONE)]:
-            del self.gone[process]
         return ended
 
     def _examine(self, pid: int) -> None:

@@ -48,6 +48,7 @@ _OF_STEP = {
     "mfu_ratio": "mfu",
     "step_seconds": "step_s",
     "gpu_memory_peak_bytes": "gpu_memory_peak_bytes",
+    "run_memory_bytes": "host_memory_bytes",
     "redone_steps": "redone_steps",
     "skipped_steps": "skipped_steps",
 }
@@ -74,7 +75,6 @@ def _figures(
             yield name, getattr(step, field), {}
         for part in ("data", "forward", "backward", "exposed_optimizer", "other"):
             yield "step_part_seconds", getattr(step, f"{part}_s"), {"part": part}
-    yield "run_memory_bytes", sample.run_memory_bytes, {}
     for node in sample.nodes:
         labels = {"node": str(node.id)}
         busy = sum(node.cores) / (100 * len(node.cores)) if node.cores else None

@@ -38,7 +38,6 @@ from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, m
 from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
-from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
@@ -145,7 +144,6 @@ class Supervisor:
         # A state of this attempt: its supervisor has died, and the processes it started may still
         # be alive.
         self._takes_over = found.attempt == attempt
-        self._recorded = found.processes if self._takes_over else ()
         self._state = (
             replace(found, heartbeat=found.heartbeat + 1, **ending.supervised_here())
             if self._takes_over
@@ -191,7 +189,7 @@ class Supervisor:
         host.follow(self._tick, self._take)
         if host.handed_over:
             return 0  # the other supervisor watches the same processes
-        host.sweep(self._recorded)
+        host.sweep()
         with host.despite_errors_of("records"):
             self._read()
         evidence, others = self._evidence(), None if self._superseded else self._others.wait()
@@ -464,10 +462,4 @@ def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> Run
     """
     if before.state in FINAL_STATES or not before.host:
         return before
-    state = ended_state(run, assume_dead=assume_dead)
-    if sees_processes_of(host_of(state)):
-        try:
-            remove_leftovers(state.processes)
-        except OSError as error:
-            log_line(f"shared memory of attempt {state.attempt}: {error}")
-    return state
+    return ended_state(run, assume_dead=assume_dead)

@@ -528,9 +528,9 @@ def share_on_nodes(placement: RankPlacement, nodes: Collection[int]) -> float | 
 
 MEMORY_INTERVAL_S = 10.0
 _COST_SHARE = 1 / 500
-"""Reading PSS, or where pages are, walks the run's page tables, which is slow for hundreds of GB,
-and naming foreign processes reads all processes. Their intervals grow so that each stays below this
-share of a core.
+"""Reading where pages are walks the run's page tables, which is slow for hundreds of GB, and naming
+foreign processes reads all processes. Their intervals grow so that each stays below this share of a
+core.
 """
 FOREIGN_INTERVAL_S = 5.0
 _FOREIGN_CORES = 0.5
@@ -580,9 +580,7 @@ class Sampler:
         self._cpu = _read_cpu_times(root)
         self._own_cpu_s = time.process_time()
         self._high_water = _HighWater()
-        self._memory_bytes = _Seldom(tree.memory_bytes, due=0.0, interval_s=MEMORY_INTERVAL_S)
-        # Not in the same second as the other, so that the heartbeat waits for one of them at most.
-        self._placement_due = self._clock + MEMORY_INTERVAL_S / 2
+        self._placement_due = self._clock + MEMORY_INTERVAL_S
         self._placement = _Seldom(
             lambda: _read_placements(tree.alive),
             due=self._placement_due,
@@ -617,7 +615,6 @@ class Sampler:
             nodes=nodes,
             gpus=self.gpus.sample(),
             run_cpu_s=round(run_cpu_s, 3),
-            run_memory_bytes=self._memory_bytes.value(now),
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
             foreign=foreign,

@@ -49,7 +49,6 @@ def main() -> int:
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} on {cores}", flush=True)
     (arguments.run / f"rank{RANK}.pid").write_text(str(os.getpid()))
     run = RunDirectory(arguments.run)
-    shared_memory(run).write_bytes(b"leftover")
     return train(run, arguments.attempt)
 
 
@@ -84,11 +83,6 @@ def train(run: RunDirectory, attempt: int) -> int:
     return leave(write, run, steps, "finished")
 
 
-def shared_memory(run: RunDirectory) -> Path:
-    """Return a file as torch names its own; its end is the run's alone, as pids are reused."""
-    return Path(f"/dev/shm/torch_{os.getpid()}_{run.path.name}")
-
-
 def rank_0_is_gone(run: RunDirectory) -> bool:
     """Return whether it started, on a busy machine perhaps later than this one, and has ended."""
     started = run.path / "rank0.pid"
@@ -100,7 +94,6 @@ def leave(write: Callable[..., None], run: RunDirectory, step: int, state: str) 
     path = str(run.checkpoints_dir)
     write(CheckpointRecord, step=step, path=path, bytes=1, seconds=0.0)
     write(EndRecord, state=state, step=step, saved=path)
-    shared_memory(run).unlink()
     if "lingers" in MANNERS:
         time.sleep(1)
     return 6 if "bad-exit" in MANNERS else 0
