@@ -188,7 +188,7 @@ def test_bad_path_is_reported(line: str, call: Call) -> None:
     assert (code, err.startswith("so-tui: ")) == (2, True)
 
 
-@pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "1000", "0", "-1", "0 1", "0, 1 2"])
+@pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "02", "1000", "0", "-1", "0, 1 2"])
 def test_an_invalid_number_of_gpus_is_reported(gpus: str, call: Call) -> None:
     for line in ("plan", "plan tiny"):
         code, _, err = call(line, f"--gpus={gpus}")
