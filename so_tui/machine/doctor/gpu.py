@@ -2,9 +2,8 @@
 
 Codes: amd-gpus, never-run, partitioned, nvml-unavailable, gpus-hidden, gpus-not-granted,
 no-nvidia-driver, no-gpu, driver-too-old, compute-prohibited, compute-exclusive, mig-enabled,
-gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused, gpu-training,
-gpu-busy, gpu-memory-broken, gpu-memory-errors, persistence-off, arch-list-without-gpu,
-torch-too-old-for-gpu, gpu-without-bf16.
+file-cache-in-gpu-memory, mpam-unused, gpu-training, gpu-busy, gpu-memory-broken, gpu-memory-errors,
+persistence-off, arch-list-without-gpu, torch-too-old-for-gpu, gpu-without-bf16.
 """
 
 from __future__ import annotations
@@ -83,25 +82,7 @@ def _check_modes(context: CheckContext) -> Findings:
 
 
 def _check_memory(context: CheckContext) -> Findings:
-    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it is
-    offline. Also find file cache in such a node, and unpartitioned bandwidth.
-    """
-    hidden = [gpu for gpu in context.nvidia_gpus if gpu.memory_node is None]
-    if context.is_grace and hidden:
-        parameters = context.text("/proc/driver/nvidia/params")
-        setting = re.search(r'CoherentGPUMemoryMode: "(\w*)"', parameters)
-        reserved = any(node.kind == "empty" for node in context.machine.numa_nodes)
-        if (setting and setting[1] == "driver") or not reserved:
-            evidence = f"GPU {_listed(hidden)}: no NUMA node of its own"
-            if setting:
-                evidence += f'; /proc/driver/nvidia/params: CoherentGPUMemoryMode "{setting[1]}"'
-            yield finding("gpu-memory-driver-managed", evidence)
-        else:
-            yield finding(
-                "gpu-memory-offline",
-                f"GPU {_listed(hidden)}: the kernel reserves empty nodes for it, but none has "
-                "memory",
-            )
+    """Find file cache in the memory node of a GPU, and on Grace unpartitioned bandwidth."""
     owners = {gpu.memory_node: gpu.index for gpu in context.nvidia_gpus}
     for node in context.machine.numa_nodes:
         cached = node.file_cache_bytes or 0

@@ -1,14 +1,12 @@
-"""Check the installed software and the environment variables that a training process would inherit.
+"""Check the installed software.
 
 Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set,
 torch-cpu-only, torch-no-rocm, binding-forbidden, no-numactl, no-compiler, no-ninja,
-adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention, omp-single-thread,
-kmp-affinity, arch-list-suffix.
+adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
@@ -165,24 +163,10 @@ def _check_attention(context: CheckContext) -> Findings:
         yield finding("slower-attention", f"{gpu}; {best} is not installed", used=used, best=best)
 
 
-def _check_environment(context: CheckContext) -> Findings:
-    given = context.environment
-    if given.get("OMP_NUM_THREADS") == "1":
-        yield finding("omp-single-thread", "environment variable OMP_NUM_THREADS=1")
-    if "KMP_AFFINITY" in given:
-        yield finding("kmp-affinity", f"environment variable KMP_AFFINITY={given['KMP_AFFINITY']}")
-    architectures = given.get("TORCH_CUDA_ARCH_LIST", "")
-    without_suffix = re.sub(r"(\d)[a-z]\b", r"\1", architectures)
-    if without_suffix != architectures:
-        evidence = f"environment variable TORCH_CUDA_ARCH_LIST={architectures}"
-        yield finding("arch-list-suffix", evidence, without_suffix=without_suffix)
-
-
 CHECKS = (
     _check_packages,
     _check_torch_build,
     _check_memory_binding,
     _check_build_tools,
     _check_attention,
-    _check_environment,
 )
