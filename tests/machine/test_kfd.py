@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.doctor import findings
 from so_tui.machine import inspect_machine
-from so_tui.machine.doctor import findings
 from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.plan.binding import bind_ranks
 from so_tui.spec.errors import InputError

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from so_tui.doctor import findings
 from so_tui.machine import Mpam, inspect_machine
-from so_tui.machine.doctor import findings
 from so_tui.machine.gpus import GpuHealth
 from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only, with_software
 from tests.support.python_path import printed

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.folders import Environment, kernel_folder
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.software import (
     PACKAGES,
     extensions_folder,

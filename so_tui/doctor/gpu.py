@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, finding
-from so_tui.machine.doctor.host import run_of
+from so_tui.doctor.checks import CheckContext, Finding, Findings, finding
+from so_tui.doctor.host import run_of
 from so_tui.machine.gpus import GpuHealth, pci_gpus
 from so_tui.machine.types import Gpu, version_numbers
 from so_tui.units import memory_size

@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.check import exists

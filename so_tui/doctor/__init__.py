@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.doctor import gpu, host, run, software
-from so_tui.machine.doctor.checks import SEVERITIES, CheckContext, Finding, PlanNeeds
+from so_tui.doctor import gpu, host, run, software
+from so_tui.doctor.checks import SEVERITIES, CheckContext, Finding, PlanNeeds
 from so_tui.machine.gpus import query_health
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine

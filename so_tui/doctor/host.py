@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.host import cpu_quota, cpu_ranges, process_limit
 from so_tui.machine.system_files import SystemFiles
 from so_tui.trust.text import printable_line, quoted
