@@ -42,7 +42,7 @@ def _check_driver(context: CheckContext) -> Findings:
     silent = [gpu for gpu in gpus if gpu.uuid is None and gpu.compute_mode is None]
     if not context.machine.gpus:
         yield _why_no_gpu(context)
-    elif context.files and silent:
+    elif context.is_this_host and silent:
         on_bus = f"GPU {_listed(silent)} found on the PCI bus only."
         yield finding("nvml-unavailable", " ".join([on_bus, *context.machine.nvml_errors]))
     cuda_13 = version_numbers(software.torch_cuda)[:1] == (13,)
@@ -59,11 +59,11 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     if context.machine.hidden_gpus:
         hidden_by = context.environment.get("CUDA_VISIBLE_DEVICES", "")
         return finding("gpus-hidden", f"environment variable CUDA_VISIBLE_DEVICES={hidden_by}")
-    on_bus = pci_gpus(context.files) if context.files else ()
+    on_bus = pci_gpus(context.files)
     names = ", ".join(f"{gpu.name} at {gpu.pci_bus_id}" for gpu in on_bus if gpu.vendor == "nvidia")
     if not names:
         return finding("no-gpu", "neither NVML nor the PCI bus lists one")
-    if context.text("/proc/driver/nvidia/version"):
+    if context.files.text("/proc/driver/nvidia/version"):
         evidence = f"{names}; the driver is loaded, but lists none of them"
         return finding("gpus-not-granted", evidence)
     return finding("no-nvidia-driver", f"{names}; no /proc/driver/nvidia/version")
@@ -103,10 +103,10 @@ def _check_in_use(context: CheckContext) -> Findings:
         if not health.pids:
             continue
         named = ", ".join(
-            f"{pid} ({context.text(f'/proc/{pid}/comm') or 'not visible here'})"
+            f"{pid} ({context.files.text(f'/proc/{pid}/comm') or 'not visible here'})"
             for pid in health.pids
         )
-        found = [run_of(context.files, pid) for pid in health.pids] if context.files else []
+        found = [run_of(context.files, pid) for pid in health.pids]
         if runs := ", ".join(sorted({Path(run).name for run in found if run})):
             yield finding("gpu-training", f"process {named}; run {runs}", gpu=gpu.index)
         else:

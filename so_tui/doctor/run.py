@@ -39,7 +39,7 @@ def _check_memory(context: CheckContext) -> Findings:
             "; ".join(context.plan.cause_texts),
             remedy="; or ".join(context.plan.remedy_texts) or arithmetic,
         )
-    elif context.files and not context.machine.memory_grows:
+    elif not context.machine.memory_grows:
         needed, free = context.host_bytes_needed, available_bytes(context.files)
         if free is not None and free < needed:
             yield finding(

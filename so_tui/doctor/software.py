@@ -98,7 +98,7 @@ def _check_build_tools(context: CheckContext) -> Findings:
     if not context.machine.live or installed.deepspeed is None or not compiles:
         return
     failed = "`c++ --version` (or $CXX) failed"
-    if installed.compiler is None and context.files and has_adam_kernel(context.files, environment):
+    if installed.compiler is None and has_adam_kernel(context.files, environment):
         compiled = f"{kernel_folder(environment)} contains a compiled CPU Adam"
         yield finding("no-compiler-but-kernel", f"{failed}; {compiled}")
     elif installed.compiler is None:
@@ -109,9 +109,9 @@ def _check_build_tools(context: CheckContext) -> Findings:
     if not context.uses_deepspeed_adam:
         return
     folder = extensions_folder(environment)
-    if context.files and context.files.exists(f"{folder}/cpu_adam/cpu_adam.so"):
+    if context.files.exists(f"{folder}/cpu_adam/cpu_adam.so"):
         return
-    if context.files:
+    if context.is_this_host:
         yield finding("adam-not-compiled", f"no cpu_adam.so below {folder}")
     needed, toolkit = installed.torch_cuda, installed.cuda_toolkit
     if not context.nvidia_gpus or needed is None or "DS_SKIP_CUDA_CHECK" in environment:
