@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from so_tui.commands.parser import EXIT_CODES
+from so_tui.doctor.checks import wordings
 from so_tui.launch.supervisor.ending import Outcome, Who, outcome_text
-from so_tui.machine.doctor.checks import wordings
 from so_tui.runs.records import OutcomeCode
 
 PAGE = Path(__file__).with_name("codes.md")

@@ -104,7 +104,7 @@ async def draw_simulated(runs_dir: Path) -> None:
         # Nobody supervises the run: it would be taken for lost.
         patch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
         patch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: 0.0)
-        patch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
+        patch.setattr("so_tui.doctor.findings", lambda *_, **__: ())
         for suffix, size in SIZES.items():
             machine = replace(quad_machine(), live=True)
             app = SoTuiApp(

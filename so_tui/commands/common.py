@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from so_tui.machine.types import Machine
 from so_tui.spec import (
@@ -37,7 +37,8 @@ _SHORT_OPTIONS = {
     "account": "slurm.account",
     "time": "slurm.time_limit",
 }
-_GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
+_INDEX = r"\s*(0|[1-9][0-9]{0,17})\s*"
+_GPUS = re.compile(rf"{_INDEX}(,{_INDEX})*(,\s*)?")
 
 
 def chosen_spec(arguments: Namespace) -> RunSpec:
@@ -69,10 +70,10 @@ def chosen_changes(arguments: Namespace) -> dict[str, str]:
         value = getattr(arguments, option, None)
         if value is None:
             continue
-        given = str(given_gpus(value)) if option == "gpus" else value
-        info = field_index()[key]
-        set_to = changes.get(key, given)
-        if set_to != given and parse_value(set_to, info) != parse_value(given, info):
+        if option == "gpus":
+            given_value("gpus", value)
+        info, set_to = field_index()[key], changes.get(key, value)
+        if set_to != value and parse_value(set_to, info) != parse_value(value, info):
             raise reject(
                 "contradicting-options",
                 f"--{option}",
@@ -80,18 +81,17 @@ def chosen_changes(arguments: Namespace) -> dict[str, str]:
                 f"contradicts --set {key}={set_to}",
                 "Give only one of the two.",
             )
-        changes[key] = given
+        changes[key] = value
     return changes
 
 
-def given_gpus(text: str) -> int | list[int]:
-    """Return the value of ``--gpus``: a count or a list of indices.
+def given_value(key: Literal["gpus", "nodes"], text: str) -> Any:
+    """Return the value of ``--gpus``, a count or a list of indices, or of ``--nodes``.
 
     Raises:
-        InputError: It is neither (code ``not-gpus``), or out of range.
+        InputError: It is neither a number nor a list (code ``not-gpus``), or out of range.
     """
-    words = re.sub(r"\s*,\s*", ",", text.strip())
-    if not _GPUS.fullmatch(words):
+    if key == "gpus" and not _GPUS.fullmatch(text):
         raise reject(
             "not-gpus",
             "--gpus",
@@ -99,11 +99,10 @@ def given_gpus(text: str) -> int | list[int]:
             "is neither a number of GPUs nor a list of indices",
             "Give a number, or indices separated by commas: --gpus 0,2.",
         )
-    given = [int(index) for index in words.rstrip(",").split(",")] if "," in words else int(words)
-    wrong = [problem for problem in problems_in({"gpus": given}) if problem.field == "gpus"]
-    if wrong:
+    value = parse_value(text, field_index()[key])
+    if wrong := [problem for problem in problems_in({key: value}) if problem.field == key]:
         raise InputError(wrong)
-    return given
+    return value
 
 
 def chosen_machine(arguments: Namespace) -> Machine:

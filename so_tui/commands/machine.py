@@ -18,7 +18,7 @@ from so_tui.commands.common import (
     print_note,
     print_rich,
 )
-from so_tui.machine.doctor.checks import Finding
+from so_tui.doctor.checks import Finding
 from so_tui.machine.known import MACHINES, Description, named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.measured import Calibration, calibration_of
@@ -199,9 +199,9 @@ def doctor(arguments: Namespace) -> int:
     check what that run needs.
     """
     from so_tui.commands.mpam import print_mpam_script
+    from so_tui.doctor import findings
+    from so_tui.doctor.show import render_findings
     from so_tui.folders import default_runs_dir
-    from so_tui.machine.doctor import findings
-    from so_tui.machine.show import render_findings
     from so_tui.machine.software import known_versions
 
     if (arguments.fix or arguments.mpam) and arguments.machine:

@@ -39,12 +39,11 @@ _NO_GROUPS = ("info", "mon_groups", "mon_data")
 _LINE = re.compile(r"^\s*(\w+):(.+)$", re.MULTILINE)
 _PART = re.compile(r"(\d+)=([0-9a-fA-F]+)")
 
-ADAM_BANDWIDTH = 0.2
-ADAM_CACHE = 1 / 3
-_LEAST_BANDWIDTH = 0.06
-"""Grace's hardware keeps at least 5 % between the least and the most bandwidth of a partition
+_ADAM_BANDWIDTH = 1 / 5
+"""Above the 5 % that Grace's hardware keeps between the least and the most bandwidth of a partition
 (erratum T241-MPAM-4).
 """
+_ADAM_CACHE = 1 / 3
 _GROUPS = 3
 """Both partitions, and the default group."""
 
@@ -67,13 +66,10 @@ class _Resctrl(Struct, frozen=True, kw_only=True):
     it cannot be limited by shares.
     """
     least_bandwidth: int
-    bandwidth_step: int
     caches: dict[str, dict[int, int]]
     """Resource (``L3``) -> L3 cache -> mask of the default group."""
     least_bits: int
     """The fewest bits of a mask."""
-    cache_of: dict[int, int]
-    """CPU -> its L3 cache."""
     groups: dict[str, tuple[int, ...]]
     """Control group -> its CPUs, without the default group."""
 
@@ -139,10 +135,8 @@ def _read_resctrl(files: SystemFiles) -> _Resctrl | None:
         most_groups=min((limit(f"{name}/num_closids", 0) for name in resources), default=0),
         bandwidth={} if in_bytes else _parts(lines.get("MB", ""), 10),
         least_bandwidth=limit("MB/min_bandwidth"),
-        bandwidth_step=limit("MB/bandwidth_gran"),
         caches={name: _parts(lines[name], 16) for name in caches},
         least_bits=max((limit(f"{name}/min_cbm_bits") for name in caches), default=1),
-        cache_of=_caches_of_cpus(files),
         groups={
             name: cpus_or_empty(files.text(f"{mount}/{name}/cpus_list"))
             for name in files.names(mount)
@@ -153,18 +147,6 @@ def _read_resctrl(files: SystemFiles) -> _Resctrl | None:
 
 def _parts(text: str, base: int) -> dict[int, int]:
     return {int(cache): int(value, base) for cache, value in _PART.findall(text)}
-
-
-def _caches_of_cpus(files: SystemFiles) -> dict[int, int]:
-    """Return the L3 cache of each CPU that is online."""
-    found = {}
-    for cpu in cpus_or_empty(files.text("/sys/devices/system/cpu/online")):
-        folder = f"/sys/devices/system/cpu/cpu{cpu}/cache"
-        for index in files.names(folder):
-            cache = files.integer(f"{folder}/{index}/id")
-            if cache is not None and files.integer(f"{folder}/{index}/level") == 3:
-                found[cpu] = cache
-    return found
 
 
 def _partitions(
@@ -206,10 +188,8 @@ def _partitions(
 
 
 def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
-    """Return a partition with lines for the L3 caches of its CPUs; where those are not known, for
-    all.
-    """
-    own, adam = {found.cache_of.get(cpu) for cpu in cpus}, role == "adam"
+    """Return a partition with lines for all L3 caches: those of others do not concern its CPUs."""
+    adam = role == "adam"
     values = {
         "MB": {
             cache: f"{_bandwidth(found, full) if adam else full}"
@@ -220,19 +200,19 @@ def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
         values[name] = {
             cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()
         }
-    lines = {
-        name: ";".join(f"{cache}={value}" for cache, value in parts.items() if own & {cache, None})
+    schemata = tuple(
+        f"{name}:{';'.join(f'{cache}={value}' for cache, value in parts.items())}"
         for name, parts in values.items()
-    }
-    schemata = tuple(f"{name}:{line}" for name, line in lines.items() if line)
+        if parts
+    )
     return _Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
 
 
 def _bandwidth(found: _Resctrl, full: int) -> int:
-    """Return the bandwidth of the Adam cores, in whole steps."""
-    least = max(found.least_bandwidth, math.ceil(_LEAST_BANDWIDTH * full))
-    steps = math.ceil(round(max(least, ADAM_BANDWIDTH * full) / found.bandwidth_step, 6))
-    return min(full, steps * found.bandwidth_step)
+    """Return the bandwidth of the Adam cores. The kernel rounds it to steps of the hardware, and
+    refuses less than the least.
+    """
+    return max(found.least_bandwidth, math.ceil(round(_ADAM_BANDWIDTH * full, 6)))
 
 
 def _cut(mask: int, least_bits: int) -> tuple[int, int]:
@@ -240,7 +220,7 @@ def _cut(mask: int, least_bits: int) -> tuple[int, int]:
     has too few bits.
     """
     first = mask & -mask
-    low = max(least_bits, round(mask.bit_count() * ADAM_CACHE))
+    low = max(least_bits, round(mask.bit_count() * _ADAM_CACHE))
     contiguous = (mask + first) & mask == 0  # as all but a few processors have them
     if not contiguous or mask.bit_count() - low < max(1, least_bits):
         return mask, mask

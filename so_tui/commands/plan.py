@@ -9,7 +9,7 @@ from so_tui.commands.common import (
     chosen_changes,
     chosen_machine,
     chosen_spec,
-    given_gpus,
+    given_value,
     machine_for,
     note_problems,
     print_json,
@@ -18,7 +18,7 @@ from so_tui.commands.common import (
 )
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
-from so_tui.spec import InputError, field_index, find_preset, load_catalog, parse_value, problems_in
+from so_tui.spec import find_preset, load_catalog
 from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import console
@@ -85,7 +85,8 @@ def _plan_table(arguments: Namespace) -> int:
 
     slurm = SlurmSpec(partition=arguments.partition or "")
     machine = chosen_machine(arguments) if arguments.machine else machine_of(slurm)
-    counts, nodes = _counts(arguments), _nodes(arguments)
+    counts = _counts(arguments)
+    nodes = 1 if arguments.nodes is None else given_value("nodes", arguments.nodes)
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine, counts, nodes)
     if arguments.json:
@@ -166,7 +167,7 @@ def _counts(arguments: Namespace) -> tuple[int, ...]:
         )
     if arguments.gpus is None:
         return ()
-    count = given_gpus(arguments.gpus)
+    count = given_value("gpus", arguments.gpus)
     if not isinstance(count, int):
         raise reject(
             "not-a-count",
@@ -176,16 +177,6 @@ def _counts(arguments: Namespace) -> tuple[int, ...]:
             "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2.",
         )
     return (count,)
-
-
-def _nodes(arguments: Namespace) -> int:
-    """Return the hosts of the table. Raises InputError with the problems of the key ``nodes``."""
-    nodes = (
-        parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
-    )
-    if wrong := [problem for problem in problems_in({"nodes": nodes}) if problem.field == "nodes"]:
-        raise InputError(wrong)
-    return int(nodes)
 
 
 def _probe(arguments: Namespace, chosen: Plan, machine: Machine) -> int:

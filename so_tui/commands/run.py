@@ -27,11 +27,11 @@ from so_tui.launch.executors import ensure_supervised, executor_of
 from so_tui.launch.lifecycle import current_state, start
 from so_tui.launch.lifecycle import resume as resume_run
 from so_tui.launch.slurm.executor import SlurmExecutor
-from so_tui.launch.slurm.script import Draft, edited, for_run, kept
+from so_tui.launch.slurm.script import edited, for_run, kept
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
 from so_tui.runs.liveness import EXIT_CODES
-from so_tui.spec import Refused, RunSpec, SoTuiError, with_values
+from so_tui.spec import Refused, RunSpec, with_values
 from so_tui.spec.errors import reject
 from so_tui.trust.files import read_bounded
 from so_tui.trust.text import quoted
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 # Runs whose batch script the user gives: changed in an editor before it is submitted, or read from
 # a file.
 #
-# What was changed is never lost: if the submission fails, the script is kept, and submitted again
-# or named.
+# What was changed is never lost: if the submission fails, the script is kept and named.
 #
 # Problem codes: nothing-to-edit: The run starts on this machine, without a batch script. unused-
 # option: Nothing is submitted. script-unreadable: The file of the script is missing, no text, or
@@ -96,15 +95,6 @@ def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
             "needs a batch script, and this run starts on this machine",
             "Name a partition with --partition.",
         )
-
-
-def _wants_again(error: SoTuiError) -> bool:
-    print(f"so-tui: {error}", file=sys.stderr)
-    try:
-        answer = input("Change the script and submit it again? [Y/n] ")
-    except (EOFError, KeyboardInterrupt):
-        return False
-    return answer.strip().lower() in ("", "y", "yes")
 
 
 class StartedRun(Struct, frozen=True):
@@ -166,12 +156,10 @@ def run(arguments: Namespace) -> int:
 
 
 def _start(launch: Launch, arguments: Namespace) -> RunDirectory:
-    """Start a run. If the user gives or changes its batch script, again and again while it is
-    refused and the user wants to change it.
+    """Start a run, with the batch script that the user gives or changes.
 
     Raises:
-        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr
-            names it.
+        SoTuiError: As ``start``. A changed script is in a file, and stderr names it.
     """
     if not (arguments.edit or arguments.script):
         return start(launch, runs_dir=arguments.runs_dir)
@@ -186,23 +174,14 @@ def _start(launch: Launch, arguments: Namespace) -> RunDirectory:
             "Name a batch script that --edit kept.",
         ) from error
     choice = _ScriptChoice(given=given, edits=arguments.edit)
-    draft: Draft | None = None
-    while True:
-        try:
-            run = start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
-        except BaseException as error:
-            if not choice.is_changed:
-                raise
-            draft = kept(choice.script, launch.spec.name, draft)
-            if isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error):
-                continue
-            file = quoted(str(draft.path))
+    try:
+        return start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
+    except BaseException:
+        if choice.is_changed:
+            file = quoted(str(kept(choice.script, launch.spec.name).path))
             told = f"your script is kept. To submit it: the same command with --script {file}"
             print(f"so-tui: {told}", file=sys.stderr)
-            raise
-        if draft is not None:
-            draft.discard()
-        return run
+        raise
 
 
 def _prepared(spec: RunSpec, arguments: Namespace) -> Launch:

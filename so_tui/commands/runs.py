@@ -195,10 +195,8 @@ class Runs(Struct, frozen=True):
     """Newest first."""
 
 
-_ROOM_FOR_REASONS = 110
-"""Width of a terminal in which reasons are a column of the table. In a narrower one they are
-printed below it.
-"""
+_ROOM_FOR_START = 110
+"""Width of a terminal in which the table has start times."""
 
 
 class _Row(NamedTuple):
@@ -231,10 +229,8 @@ def runs(arguments: Namespace) -> int:
     elif not rows:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
     else:
-        width = console().width
-        below = [] if width >= _ROOM_FOR_REASONS else rows
-        whys = [f"{row.run.name}: {why}" for row in below if (why := _why(row.state))]
-        print_rich(_table(rows, sort, width), *(f"\n{brief_message(why)}" for why in whys))
+        whys = [f"{row.run.name}: {why}" for row in rows if (why := _why(row.state))]
+        print_rich(_table(rows, sort), *(f"\n{brief_message(why)}" for why in whys))
     return 0
 
 
@@ -257,13 +253,10 @@ def _results(run: RunDirectory, state: RunState) -> RunResults:
         return RunResults()  # deleted meanwhile, or unreadable
 
 
-def _table(rows: list[_Row], sort: str, width: int) -> Table:
-    """Lay out the runs with what they are sorted by, and if there is room with their reasons.
-
-    If the width is not enough, the start time is left out first, then names are wrapped, and last
-    the other cells end in an ellipsis.
+def _table(rows: list[_Row], sort: str) -> Table:
+    """Lay out the runs with what they are sorted by. If the width is not enough, names are wrapped,
+    and then the other cells end in an ellipsis.
     """
-    from rich.cells import cell_len
 
     def results(key: str) -> list[str]:
         return [result_text(row.results, key) for row in rows]
@@ -282,22 +275,15 @@ def _table(rows: list[_Row], sort: str, width: int) -> Table:
         columns[sort] = [printable_line(_text_of(row, sort)) for row in rows]
     elif by not in (None, "loss", "evaluation_loss"):
         columns[RESULTS[by]] = results(by)
-    started = [
-        f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
-        for state in states
-    ]
-    needed = sum(
-        2 + max(map(cell_len, (heading, *cells)))
-        for heading, cells in {**columns, "started": started}.items()
-    )
-    if width >= _ROOM_FOR_REASONS or needed - 2 <= width:
-        columns["started"] = started
-    if width >= _ROOM_FOR_REASONS:
-        columns["reason"] = [brief_message(_why(state)) for state in states]
-    left = ("name", "state", "model", "host", "started", "reason")
+    if console().width >= _ROOM_FOR_START:
+        columns["started"] = [
+            f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
+            for state in states
+        ]
+    left = ("name", "state", "model", "host", "started")
     table = plain_table(*columns, right=columns.keys() - left)
     for column in table.columns:
-        if column.header not in ("name", "reason"):
+        if column.header != "name":
             column.no_wrap, column.overflow = True, "ellipsis"
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)

@@ -15,14 +15,14 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from so_tui.doctor import findings
+from so_tui.doctor.software import has_adam_kernel
 from so_tui.folders import default_runs_dir
 from so_tui.launch.executors import executor_of
 from so_tui.launch.helper import call_tool
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.samples import GpuSampler
-from so_tui.machine.doctor import findings
-from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine

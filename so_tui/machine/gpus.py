@@ -11,39 +11,28 @@ from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import Environment
 from so_tui.machine.host import cpus_or_empty, distance
-from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Nodes, NumaNode, Vendor
-from so_tui.trust.decoding import Tree, decode_json
+from so_tui.trust.decoding import Tree
 
-# Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
-# by AMD's tool; sysfs has none.
+# Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs.
 #
 # Each node of the topology is a processor: the cores of a NUMA node, or a GPU. Its files have a
 # name and a number on each line. Linux writes them in
 # ``drivers/gpu/drm/amd/amdkfd/kfd_topology.c``; ``include/uapi/linux/kfd_sysfs.h`` names the
 # constants.
-#
-# ``amd-smi static --json`` prints a list with an object for each GPU, newer versions within
-# ``gpu_data``. ``N/A`` stands for any value or object that there is not.
 
 
 _NODES = "/sys/class/kfd/kfd/topology/nodes"
-_MOST_NODES, _MOST_PARTS = 1024, 64
-"""Bounds far above any real machine: of the topology, and of one node's banks or links."""
-_MOST_BYTES = 1 << 50
+_MOST_NODES, _MOST_LINKS = 1024, 64
+"""Bounds far above any real machine: of the topology, and of one node's links."""
 _NODE = re.compile(r"0|[1-9][0-9]{0,4}")
 _LINE = re.compile(r"^(\w+) ([0-9]{1,20})$", re.MULTILINE)
-_GPU_HEAPS = (1, 2)
-"""``HSA_MEM_HEAP_TYPE_FB_PUBLIC`` and ``_PRIVATE``: memory of the GPU that the CPU can address, and
-that it cannot.
-"""
 _SAME_SOCKET = 13
 """Weight of the link between CPU and GPU of one socket (``KFD_CRAT_INTRA_SOCKET_WEIGHT``), by which
 ROCm too knows an APU.
@@ -87,16 +76,14 @@ def _kfd_gpu(
     homes: dict[int, NumaNode],
     partitions: int,
 ) -> Tree:
-    links = [link for link in _parts(files, node, "io_links") if link.get("node_to") in homes]
+    folder = f"{_NODES}/{node}/io_links"
+    read = (
+        _numbers(files, f"{folder}/{name}/properties") for name in files.names(folder)[:_MOST_LINKS]
+    )
+    links = [link for link in read if link.get("node_to") in homes]
     nearest = min(links, key=lambda link: link.get("weight", 1 << 32), default={})
     home = homes.get(nearest.get("node_to", -1))
     shared = home if nearest.get("weight") == _SAME_SOCKET else None
-    own = partitions * sum(
-        bank.get("size_in_bytes", 0)
-        for bank in _parts(files, node, "mem_banks")
-        if bank.get("heap_type") in _GPU_HEAPS
-    )
-    own_bytes = own if 0 < own <= _MOST_BYTES else None
     unique = properties.get("unique_id")
     return {
         # As ROCm writes it in ROCR_VISIBLE_DEVICES: ``GPU-6cdb410c2f219ac0``.
@@ -104,46 +91,15 @@ def _kfd_gpu(
         **({"numa_node": home.id} if home else {}),
         # Where GPU and CPU share a socket, the GPU has no memory of its own.
         "memory_node": shared.id if shared else None,
-        "memory_total_bytes": shared.memory_total_bytes if shared else own_bytes,
+        "memory_total_bytes": shared.memory_total_bytes if shared else None,
         "mig": partitions > 1,
     }
-
-
-def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]:
-    folder = f"{_NODES}/{node}/{kind}"
-    for name in files.names(folder)[:_MOST_PARTS]:
-        yield _numbers(files, f"{folder}/{name}/properties")
 
 
 def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
     """Return the lines of a name and a number of at most 64 bits; anything else is left out."""
     numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name))}
     return {key: number for key, number in numbers.items() if number < 1 << 64}
-
-
-def _names_by_amd_smi() -> dict[str, str]:
-    """Return product names by bus id as sysfs writes it; empty where the tool is not installed or
-    fails. Entries of another form are left out.
-    """
-    output = output_of("amd-smi", "static", "--asic", "--bus", "--json") or ""
-    try:
-        content: Any = decode_json(output.encode(), object)
-    except msgspec.DecodeError:
-        return {}
-    listed = content.get("gpu_data") if isinstance(content, dict) else content
-    found = {}
-    for gpu in listed if isinstance(listed, list) else ():
-        bus_id, name = _text(gpu, "bus", "bdf"), _text(gpu, "asic", "market_name")
-        if bus_id and name:
-            found[bus_id.lower()] = name
-    return found
-
-
-def _text(value: Any, *keys: str) -> str | None:
-    """Return the text at these keys; None where there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, str) and value not in ("", "N/A") else None
 
 
 # Query NVML, where any call may be unsupported: coherent GPUs, MIG, containers and old drivers
@@ -341,8 +297,6 @@ _PRODUCTS = {
     0x74A0: ("AMD Instinct MI300A", 0),
     0x74A1: ("AMD Instinct MI300X", 0),
 }
-_NAMELESS_AMD = "AMD GPU ["
-"""How ``_pci_gpu`` names a GPU of AMD's without a product name."""
 ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that hide AMD's GPUs; of NVIDIA's only the last does."""
 
@@ -426,18 +380,15 @@ def _indices(indices: Iterable[int]) -> str:
 
 
 def _with_amds(gpus: list[Gpu], files: SystemFiles, nodes: Nodes) -> list[Gpu]:
-    """Return the GPUs with what AMD's driver and tool say of its own, which are numbered as ROCm
-    does, after others. Those that the driver withholds are left out.
+    """Return the GPUs with what AMD's driver says of its own, which are numbered as ROCm does,
+    after others. Those that the driver withholds are left out.
     """
-    if (amd := _kfd_gpus(files, nodes)) is not None:
-        order = list(amd)
-        gpus = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
-        gpus.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
-        gpus = _numbered(replace(gpu, **amd.get(gpu.pci_bus_id, {})) for gpu in gpus)
-    if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
-        names = _names_by_amd_smi()
-        gpus = [replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus]
-    return gpus
+    if (amd := _kfd_gpus(files, nodes)) is None:
+        return gpus
+    order = list(amd)
+    gpus = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
+    gpus.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
+    return _numbered(replace(gpu, **amd.get(gpu.pci_bus_id, {})) for gpu in gpus)
 
 
 def _normal_bus_id(bus_id: str) -> str:

@@ -1,29 +1,19 @@
-"""Render a Machine and doctor's findings with rich, to read well at 80 columns."""
+"""Render a Machine with rich, to read well at 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from so_tui.machine.doctor.checks import Finding, Severity
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.known import Description
-from so_tui.machine.software import PACKAGES, known_versions
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
 from so_tui.trust.text import printable_line
 from so_tui.units import GIB, memory_size, page_size, plural
-
-_SIGNS: dict[Severity, tuple[str, str, str]] = {
-    "blocks": ("✗", "blocks a launch", "bold red"),
-    "warning": ("~", "warning", "yellow"),
-    "note": ("·", "note", "cyan"),
-}
-"""Sign, label and style: colour must not be the only difference."""
 
 
 def render(machine: Machine) -> RenderableType:
@@ -51,22 +41,6 @@ def render_described(machines: Mapping[str, Description]) -> RenderableType:
         "None was measured."
     )
     return Group(table, Text(), Text(told, style="dim"))
-
-
-def render_findings(findings: Sequence[Finding], software: Software | None) -> RenderableType:
-    """Render findings with their evidence, cost and remedy; a single line if there are none. Of
-    installed training packages (``software``), render whether they are a tested set.
-    """
-    parts = [_finding(finding) for finding in findings]
-    parts = parts or [Text.assemble(("✓ ", "green"), "No problems found.")]
-    if software is not None:
-        found = known_versions().set_of(software)
-        versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
-        which = f"the tested set {found.name}" if found else "not a tested set"
-        sign = ("✓ ", "green") if found else ("· ", "cyan")
-        told = printable_line(f"Training packages: {which} ({versions}).")
-        parts.append(Text.assemble(sign, told))
-    return Group(*parts)
 
 
 def tree_of(machine: Machine, *, distances: bool = False) -> RichTree:
@@ -185,14 +159,3 @@ def versions_of(software: Software) -> dict[str, str | None]:
         "compiler": software.compiler,
         "ninja": software.ninja,
     }
-
-
-def _finding(finding: Finding) -> RenderableType:
-    sign, word, style = _SIGNS[finding.severity]
-    rows = Table.grid(padding=(0, 1))
-    rows.add_column(style="dim", width=5)
-    rows.add_column(overflow="fold")
-    for name, text in (("found", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
-        rows.add_row(name, printable_line(text))
-    title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))
-    return Group(title, Padding(rows, (0, 0, 1, 2)))

@@ -13,17 +13,17 @@ from msgspec import Meta, Struct
 from so_tui.trust.decoding import prepare
 from so_tui.trust.text import brief_line
 
-SCHEMA = 1
 UNKNOWN = "unknown"
 """Hostname of a copied system tree that does not contain it."""
 
-Size = Annotated[int, Meta(ge=0)]
-"""Bytes of memory; reading a file with a negative size fails."""
+# The bounds are far above any real machine; reading a file beyond them fails.
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""Bytes of memory."""
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 Vendor = Literal["nvidia", "amd"]
 
 
-Cpus = tuple[int, ...]
+Cpus = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Meta(max_length=1 << 16)]
 """The kernel's logical CPU numbers, ascending."""
 Cores = tuple[Cpus, ...]
 """CPUs of each of several cores, nodes or ranks."""
@@ -44,7 +44,7 @@ class NumaNode(Struct, frozen=True, kw_only=True):
     """Distance to each online node, in ascending order of nodes."""
 
 
-Nodes = tuple[NumaNode, ...]
+Nodes = Annotated[tuple[NumaNode, ...], Meta(max_length=4096)]
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ class Software(Struct, frozen=True, kw_only=True):
 class Machine(Struct, frozen=True, kw_only=True):
     """A host: processors, memory, NUMA nodes, GPUs and software."""
 
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
     hostname: str
     cpu_name: str
     architecture: str
@@ -172,7 +172,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     mpam: Mpam
     software: Software
     numa_nodes: Nodes
-    gpus: tuple[Gpu, ...]
+    gpus: Annotated[tuple[Gpu, ...], Meta(max_length=256)]
     network: Network | None = None
     """None if the host has no adapters of a cluster's network, or nothing is published of them."""
     memory_limit_bytes: Size | None = None

@@ -101,7 +101,8 @@ def parse_value(text: str, info: FieldInfo | None) -> Any:
         text = _SEPARATOR.sub("", text.strip())
     value = _toml_value(text)
     if takes_list and isinstance(value, str) and "," in value:
-        return [_toml_value(part.strip()) for part in value.split(",")]
+        parts = value.strip().removesuffix(",").split(",")
+        return [_toml_value(part.strip()) for part in parts]
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     return value

@@ -65,7 +65,7 @@ PACKAGES = (
     "so_tui.spec",
     "so_tui.runs",
     "so_tui.machine",
-    "so_tui.machine.doctor",
+    "so_tui.doctor",
 )
 """Packages that import their own modules. They are imported before any worker starts: of two
 threads that import such a package and one of its modules at the same time, each may wait for the

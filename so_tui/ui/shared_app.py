@@ -41,8 +41,8 @@ from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
 if TYPE_CHECKING:
+    from so_tui.doctor import Finding
     from so_tui.launch.checks import Check
-    from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.runs.records import Alert
@@ -435,8 +435,8 @@ class SharedApp(SettingsApp):
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
     def diagnose(self) -> None:
         """Have doctor check the machine."""
+        from so_tui.doctor import findings
         from so_tui.folders import default_runs_dir
-        from so_tui.machine.doctor import findings
 
         if self.machine is not None:
             found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())

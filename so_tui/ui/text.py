@@ -19,7 +19,7 @@ from textual.style import Style
 from so_tui.trust.text import brief_line, printable, printable_line
 
 if TYPE_CHECKING:
-    from so_tui.machine.doctor import Finding
+    from so_tui.doctor import Finding
 
 
 _MOST_CHARACTERS_A_CELL = 4

@@ -23,7 +23,7 @@ from so_tui.spec.errors import reject
 from so_tui.trust.decoding import prepare, read_json
 
 if TYPE_CHECKING:
-    from so_tui.machine.doctor import Finding
+    from so_tui.doctor import Finding
 
 SCHEMA = 1
 FILE = "report.json"

@@ -23,6 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui import __version__
+from so_tui.doctor import Finding, findings
 from so_tui.folders import probes_dir
 from so_tui.launch.helper import Cancel, stream_tool
 from so_tui.launch.helper_jobs import measure_alone, measure_rates
@@ -35,7 +36,6 @@ from so_tui.launch.probe import (
     probe_spec,
     run_to_end,
 )
-from so_tui.machine.doctor import Finding, findings
 from so_tui.machine.host import distance
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.model.shape import architecture

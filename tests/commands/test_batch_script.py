@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.commands import run as batch_script
 from so_tui.folders import state_home
 from tests.support.commands import Call, forget_cluster
 
@@ -58,10 +57,10 @@ def test_refused_script_is_kept_and_submitted_again(
     assert script.read_text().endswith("# mine\n")
     assert list((tmp_path / "runs").glob("tiny*")) == []
     slurm.touch()
-    assert call(f"{SUBMIT} --script", script).code == 0
+    assert call(f"{SUBMIT} --edit --script", script).code == 0
     (run,) = (tmp_path / "runs").glob("tiny*")
     job = (run / "attempts/001/job.sh").read_text()
-    assert job.endswith("# mine\n")
+    assert job.endswith("# mine\n# mine\n")
     own, before = (
         re.findall("^so_tui_run=(.*)$", text, re.MULTILINE) for text in (job, script.read_text())
     )
@@ -79,29 +78,6 @@ def test_a_run_is_called_as_the_user_says_and_so_is_its_job(
     with pytest.raises(SystemExit, match="2"):
         call(f"{SUBMIT} --name ../mine")
     assert list((tmp_path / "runs").iterdir()) == [run]
-
-
-@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("", 0, 0), ("n", 2, 1)])
-def test_a_refused_script_can_be_changed_again_at_once(
-    answer: str,
-    code: int,
-    left: int,
-    slurm: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
-) -> None:
-    def answers(_question: str) -> str:
-        assert len(kept()) == 1  # should the terminal go away now
-        slurm.touch()
-        return answer
-
-    monkeypatch.setattr(batch_script, "usable_terminal", lambda: True)
-    monkeypatch.setattr("builtins.input", answers)
-    assert call(f"{SUBMIT} --edit").code == code
-    assert len(kept()) == left
-    for run in (tmp_path / "runs").glob("tiny*"):
-        assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])

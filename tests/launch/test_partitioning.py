@@ -20,24 +20,16 @@ GRACE = {
     "schemata": "    MB:1=100\n    L3:1=fff\n",
     "info/MB/num_closids": "64",
     "info/MB/min_bandwidth": "1",
-    "info/MB/bandwidth_gran": "1",
     "info/L3/num_closids": "64",
     "info/L3/min_cbm_bits": "1",
 }
 """A Grace whose only L3 cache has the id 1, as in the published example."""
 
 
-def tree(
-    folder: Path, files: dict[str, str] = GRACE, caches: int = 1, options: str = "rw,relatime"
-) -> SystemFiles:
-    """Write a copy of a resctrl tree, of CPUs of so many L3 caches."""
+def tree(folder: Path, files: dict[str, str] = GRACE, options: str = "rw,relatime") -> SystemFiles:
+    """Write a copy of a resctrl tree."""
     everything = {f"/sys/fs/resctrl/{name}": f"{text}\n" for name, text in files.items()}
     everything["/proc/mounts"] = f"resctrl /sys/fs/resctrl resctrl {options} 0 0\n"
-    everything["/sys/devices/system/cpu/online"] = f"0-{72 * caches - 1}"
-    for cpu in range(72 * caches):
-        cache = f"/sys/devices/system/cpu/cpu{cpu}/cache"
-        everything |= {f"{cache}/index0/level": "1", f"{cache}/index3/level": "3"}
-        everything[f"{cache}/index3/id"] = str(1 + cpu // 72)
     return SystemFiles(build_files(everything, folder))
 
 
@@ -60,24 +52,20 @@ def schemata(found: mpam._Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
     return [partition.schemata for partition in mpam._partitions(found, bindings(chips), "node7")]
 
 
-def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
-    both = {"schemata": "MB:1=100;2=100;3=100\nL3:1=fff;2=fff;3=fff\n"}
-    found = read(tree(tmp_path, GRACE | both, caches=2))
-    assert schemata(found, 2) == [
+def test_all_caches_are_partitioned(tmp_path: Path) -> None:
+    both = {"schemata": "MB:1=100;2=100\nL3:1=fff;2=fff\n"}
+    assert schemata(read(tree(tmp_path, GRACE | both)), 2) == [
         ("MB:1=100;2=100", "L3:1=ff0;2=ff0"),
         ("MB:1=20;2=20", "L3:1=f;2=f"),
     ]
-    # If the caches of CPUs are not known.
-    everywhere = ("MB:1=20;2=20;3=20", "L3:1=f;2=f;3=f")
-    assert schemata(replace(found, cache_of={}), 2)[1] == everywhere
 
 
 @pytest.mark.parametrize(
     ("limits", "adam"),
     [
-        ({"bandwidth_step": 10, "least_bandwidth": 10}, ("MB:1=20", "L3:1=f")),  # Intel
-        ({"least_bandwidth": 40, "bandwidth_step": 15}, ("MB:1=45", "L3:1=f")),
+        ({"least_bandwidth": 40}, ("MB:1=40", "L3:1=f")),
         ({"bandwidth": {1: 2048}}, ("MB:1=410", "L3:1=f")),  # AMD, in eighths of a GB/s
+        ({"bandwidth": {1: 35}}, ("MB:1=7", "L3:1=f")),
         ({"bandwidth": {}}, ("L3:1=f",)),
         ({"caches": {}}, ("MB:1=20",)),
         ({"caches": {"L3": {1: 0x7FF0}}, "least_bits": 2}, ("MB:1=20", "L3:1=f0")),

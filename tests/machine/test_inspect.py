@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from so_tui.doctor import Finding
+from so_tui.doctor.show import render_findings
 from so_tui.machine import host, inspect_machine
-from so_tui.machine.doctor import Finding
 from so_tui.machine.host import (
     _allowance_notes,
     available_bytes,
@@ -22,7 +23,7 @@ from so_tui.machine.host import (
     cpus_or_empty,
     parse_cpus,
 )
-from so_tui.machine.show import render, render_findings
+from so_tui.machine.show import render
 from so_tui.machine.system_files import SystemFiles, read_network
 from tests.support.problems import rejected
 from tests.support.sysroots import (

@@ -41,6 +41,7 @@ def spec() -> RunSpec:
         ("title", '"A title, with a comma"', "A title, with a comma"),
         ("model.tokenizer", "", ""),
         ("gpus", "0,1,3", (0, 1, 3)),
+        ("gpus", "2, ", (2,)),
         ("gpus", "[0, 2]", (0, 2)),
         ("model.leaf_modules", "A,B", ("A", "B")),
     ],

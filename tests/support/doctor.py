@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from so_tui.doctor import CheckContext, Finding, _run_checks
 from so_tui.machine import Machine, Mpam
-from so_tui.machine.doctor import CheckContext, Finding, _run_checks
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec import RunSpec, find_preset, with_values
 from tests.support.plans import SOFTWARE

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from so_tui.doctor import Finding
 from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.launch.supervisor.samples import HostProcess
-from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
 from so_tui.runs.listing import RunNotes, write_notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Host:
         else:
             files["/proc/cpuinfo"] = AMD_CPU if self.apus else INTEL_CPU
         if self.apus:
-            files |= apu_files([mib for _, mib in self.cpu.values()])
+            files |= apu_files(len(self.cpu))
         return listed(files | self.extra)
 
     def _distance(self, node: int, other: int) -> int:
@@ -185,18 +185,15 @@ _SAME_SOCKET, _XGMI = 13, 15
 _USUAL = tomllib.loads((DATA / "kfd.toml").read_text())
 
 
-def apu_files(node_mib: Sequence[int], *, partitions: int = 1) -> dict[str, str]:
+def apu_files(apus: int, *, partitions: int = 1) -> dict[str, str]:
     """Return the files of a host with one APU a NUMA node, each split into ``partitions``."""
-    apus = len(node_mib)
     files: dict[str, str] = {}
-    for apu, mib in enumerate(node_mib):
+    for apu in range(apus):
         files |= _node(apu, "\n", _changed("cpu", cpu_core_id_base=64 * apu))
-        files |= _bank(apu, 0, mib)
-    for apu, mib in enumerate(node_mib):
+    for apu in range(apus):
         for part in range(partitions):
             node = apus + apu * partitions + part
             files |= _node(node, "ip discovery\n", _gpu(apu, apus, part, partitions))
-            files |= _bank(node, 1, mib // partitions)
             files |= _link(node, 0, apu, _SAME_SOCKET, 819200)
             others = [other for other in range(apus) if other != apu]
             for index, other in enumerate(others, 1):
@@ -232,11 +229,6 @@ def _gpu(apu: int, apus: int, part: int, partitions: int) -> str:
         unique_id=_UNIQUE[apu],
         num_xcc=6 // partitions,
     )
-
-
-def _bank(node: int, heap: int, mib: int) -> dict[str, str]:
-    bank = _changed("bank", heap_type=heap, size_in_bytes=mib << 20)
-    return {f"{NODES}/{node}/mem_banks/0/properties": bank}
 
 
 def _link(node: int, index: int, to: int, weight: int, mib_per_s: int) -> dict[str, str]:

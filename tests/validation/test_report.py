@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict, replace
 
+from so_tui.doctor import Finding
 from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
-from so_tui.machine.doctor import Finding
 from so_tui.plan.measured import Figures
 from so_tui.runs.records import MetricRecord, PhaseRecord
 from so_tui.validation import report as reports

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
 import tomllib
@@ -14,8 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from so_tui.doctor import findings
 from so_tui.machine import Mpam, inspect_machine
-from so_tui.machine.doctor import findings
 from so_tui.machine.gpus import GpuHealth
 from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only, with_software
 from tests.support.python_path import printed
@@ -24,8 +23,6 @@ from tests.support.sysroots import (
     EIGHT_H100,
     EIGHT_H200,
     HOSTS,
-    ONE_GH200,
-    ONE_GH200_CDMM,
     ONE_H200_GUEST,
     QUAD_GH200,
     Host,
@@ -61,7 +58,6 @@ def test_traps_of_a_machine(trap: dict[str, Any], tmp_path: Path) -> None:
 
 
 KILLED = "warning killed-at-logout"
-OFFLINE = dataclasses.replace(ONE_GH200, hbm={}, empty=tuple(range(1, 9)))
 SWAP = {"/proc/swaps": f"{SWAPS}/swap file 8388604 0 -2\n"}
 HIDDEN = {"gpus": (), "hidden_gpus": (0,)}
 NO_MPAM = Mpam(state="off", evidence="this kernel has no MPAM support")
@@ -71,7 +67,6 @@ NO_MPAM = Mpam(state="off", evidence="this kernel has no MPAM support")
     ("changes", "says"),
     [
         ({"host": PLAIN, "software": {"torch_cuda": None}, "files": SWAP}, "note no-gpu"),
-        ({"host": OFFLINE}, "note gpu-memory-offline"),
         ({"machine": {"mpam": NO_MPAM}}, "note mpam-unused"),
         ({"machine": HIDDEN, "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "note gpus-hidden"),
     ],
@@ -98,8 +93,7 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
     assert examined(tmp_path, **guest, software=software, files=files, **own) == ""
 
 
-def test_a_snapshot_is_checked_without_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KMP_AFFINITY", "compact")
+def test_a_snapshot_is_checked_without_this_host() -> None:
     assert findings(QUAD_GH200.machine()) == ()
 
 
@@ -127,13 +121,6 @@ def test_gpu_memory_full_of_file_cache() -> None:
     assert brief((finding,)) == "warning file-cache-in-gpu-memory"
     assert "GPU 1" in finding.title
     assert "FilePages 30.0 GiB" in finding.evidence
-
-
-def test_gpu_memory_managed_by_the_driver(tmp_path: Path) -> None:
-    files = {"/proc/driver/nvidia/params": 'EnableMSI: 1\nCoherentGPUMemoryMode: "driver"\n'}
-    finding = only(found(healthy(ONE_GH200_CDMM), files, tmp_path))
-    assert brief((finding,)) == "note gpu-memory-driver-managed"
-    assert '"driver"' in finding.evidence
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.doctor import gpu, host, run, software
-from so_tui.machine.doctor.checks import SEVERITIES, CheckContext, Finding, PlanNeeds
+from so_tui.doctor import gpu, host, run, software
+from so_tui.doctor.checks import SEVERITIES, CheckContext, Finding
 from so_tui.machine.gpus import query_health
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
+from so_tui.plan.plan import Plan
 
-__all__ = ["CheckContext", "Finding", "PlanNeeds", "findings"]
+__all__ = ["CheckContext", "Finding", "findings"]
 
 _CHECKS = (*run.CHECKS, *gpu.CHECKS, *software.CHECKS, *host.CHECKS)
 
 
 def findings(
-    machine: Machine, plan: PlanNeeds | None = None, *, checkpoints: Path | None = None
+    machine: Machine, plan: Plan | None = None, *, checkpoints: Path | None = None
 ) -> tuple[Finding, ...]:
     """Return all findings about a machine, worst first.
 

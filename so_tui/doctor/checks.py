@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +16,7 @@ from so_tui.folders import Environment
 from so_tui.machine.gpus import GpuHealth
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
-from so_tui.spec.run_spec import RunSpec
+from so_tui.plan.plan import Plan
 
 Severity = Literal["blocks", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
@@ -75,29 +75,8 @@ def finding(name: str, evidence: str, /, *, lesser: bool = False, **words: objec
     )
 
 
-class PlanNeeds(Protocol):
-    """The part of a plan that the checks read."""
-
-    @property
-    def spec(self) -> RunSpec: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def cause_texts(self) -> tuple[str, ...]: ...
-    @property
-    def remedy_texts(self) -> tuple[str, ...]: ...
-    @property
-    def host_bytes_per_node(self) -> Mapping[int, int]: ...
-    @property
-    def host_optional_bytes(self) -> int: ...
-    @property
-    def shm_bytes(self) -> int: ...
-    @property
-    def disk_peak_bytes(self) -> int: ...
-    @property
-    def step_s(self) -> float | None: ...
+NO_FILES = SystemFiles(Path("/dev/null"))
+"""Those of another host, of which only the Machine is known."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +84,20 @@ class CheckContext:
     """Everything that checks may read."""
 
     machine: Machine
-    plan: PlanNeeds | None = None
+    plan: Plan | None = None
     """The run that is to start; None checks the machine without a run."""
-    files: SystemFiles | None = None
-    """System files of this host; None if the machine is another host, of which only the Machine is
-    checked.
-    """
+    files: SystemFiles = NO_FILES
+    """System files of this host; ``NO_FILES`` if the machine is another one."""
     environment: Environment = field(default_factory=dict)
     health: tuple[GpuHealth, ...] = ()
     checkpoints: Path | None = None
     """Folder on this host for checkpoints."""
     now: float = field(default_factory=time.time)
     """Unix seconds."""
+
+    @property
+    def is_this_host(self) -> bool:
+        return self.files is not NO_FILES
 
     @property
     def nvidia_gpus(self) -> tuple[Gpu, ...]:
@@ -157,9 +138,3 @@ class CheckContext:
         """
         zerooffload = self.plan is not None and self.plan.mode == "zerooffload"
         return zerooffload or self.uses_deepspeed_superoffload
-
-    def text(self, name: str) -> str:
-        """Return the content of a system file; empty if it is absent or the machine is another
-        host.
-        """
-        return self.files.text(name) if self.files else ""

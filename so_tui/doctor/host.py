@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.host import cpu_quota, cpu_ranges, process_limit
 from so_tui.machine.system_files import SystemFiles
 from so_tui.trust.text import printable_line, quoted
@@ -52,19 +52,19 @@ def _check_memory_settings(context: CheckContext) -> Findings:
     """Check the limit on locked memory on hosts with RDMA cards, which CUDA's pinned memory does
     not count against, swap, and huge pages.
     """
-    if not context.files or not context.nvidia_gpus:
+    if not context.nvidia_gpus:
         return
-    limits = context.text("/proc/self/limits")
+    limits = context.files.text("/proc/self/limits")
     locked = re.search(r"^Max locked memory\s+(\d+)", limits, re.MULTILINE)
     has_rdma = context.files.names("/sys/class/infiniband")
     if locked and has_rdma and int(locked[1]) < _SMALL_MEMLOCK_BYTES:
         evidence = f"/proc/self/limits: max locked memory {memory_size(int(locked[1]))}"
         yield finding("locked-memory-limit", evidence)
-    lines = (line.split() for line in context.text("/proc/swaps").splitlines()[1:])
+    lines = (line.split() for line in context.files.text("/proc/swaps").splitlines()[1:])
     if swap_kib := sum(int(fields[2]) for fields in lines if len(fields) > 3):
         yield finding("swap-on", f"/proc/swaps: {memory_size(swap_kib * KIB)}")
     file = "/sys/kernel/mm/transparent_hugepage/enabled"
-    setting = re.search(r"\[(\w+)\]", context.text(file))
+    setting = re.search(r"\[(\w+)\]", context.files.text(file))
     page_bytes = context.machine.page_size_bytes or 0
     wrong = "always" if page_bytes >= _PAGE_64K_BYTES else "never"
     if setting and setting[1] == wrong:
@@ -123,20 +123,20 @@ def _check_cores(context: CheckContext) -> Findings:
     if cores < _FEW_CORES * gpus:
         evidence = f"{plural(cores, 'allowed core')} for {plural(gpus, 'GPU')}"
         yield finding("few-cores", evidence)
-    quota = cpu_quota(context.files) if context.files else None
+    quota = cpu_quota(context.files)
     if quota is not None and quota < cores:
         yield finding("cpu-quota", f"CPU time of {quota:g} cores for {cores} allowed cores")
     file = "/proc/sys/kernel/numa_balancing"
-    balancing = context.text(file).strip()
+    balancing = context.files.text(file).strip()
     if context.several_nodes and gpus and balancing not in ("", "0"):
         yield finding("numa-balancing", f"{file}: {balancing}", lesser=not context.is_grace)
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
-    governor = context.text(f"{folder}/scaling_governor").strip()
-    scaling = context.text(f"{folder}/scaling_driver").strip()
+    governor = context.files.text(f"{folder}/scaling_governor").strip()
+    scaling = context.files.text(f"{folder}/scaling_driver").strip()
     if gpus and governor in _SLOW_GOVERNORS and scaling not in _SELF_SCALING:
         evidence = f"{folder}/scaling_governor: {governor} (driver {scaling or 'unknown'})"
         yield finding("slow-governor", evidence, governor=governor)
-    limit = process_limit(context.files) if context.files else None
+    limit = process_limit(context.files)
     if limit is not None and limit < min(_FEW_PROCESSES, 100 + 4 * cores):
         yield finding("process-limit", f"pids.max: {limit}, for {plural(cores, 'core')}")
 
@@ -171,8 +171,7 @@ def _check_orphans(context: CheckContext) -> Findings:
     """Find training processes of this user without a supervisor. The run may still be fine: its
     supervisor may have died.
     """
-    if not (files := context.files):
-        return
+    files = context.files
     ours: dict[int, str] = {}
     others: list[int] = []
     for pid in sorted(int(name) for name in files.names("/proc") if name.isdigit()):
@@ -272,7 +271,7 @@ def _check_logout(context: CheckContext) -> Findings:
     """Find login sessions whose processes end at logout. Those of the user's service manager
     outlive it if the user lingers.
     """
-    if not context.files or "/session-" not in context.text("/proc/self/cgroup"):
+    if "/session-" not in context.files.text("/proc/self/cgroup"):
         return
     where, settings = _logind_settings(context.files)
     user = pwd.getpwuid(os.getuid()).pw_name
@@ -310,8 +309,7 @@ def _check_shared_memory_left(context: CheckContext) -> Findings:
     """Find segments in /dev/shm that no process has open: they take memory until they are
     removed.
     """
-    if not (files := context.files):
-        return
+    files = context.files
     sizes = {
         name: size
         for name in files.names(_SHM)

@@ -1,21 +1,19 @@
-"""Check the installed software and the environment variables that a training process would inherit.
+"""Check the installed software.
 
 Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set,
 torch-cpu-only, torch-no-rocm, binding-forbidden, no-numactl, no-compiler, no-ninja,
-adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention, omp-single-thread,
-kmp-affinity, arch-list-suffix.
+adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
 
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.folders import Environment, kernel_folder
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.software import (
     PACKAGES,
     extensions_folder,
@@ -100,7 +98,7 @@ def _check_build_tools(context: CheckContext) -> Findings:
     if not context.machine.live or installed.deepspeed is None or not compiles:
         return
     failed = "`c++ --version` (or $CXX) failed"
-    if installed.compiler is None and context.files and has_adam_kernel(context.files, environment):
+    if installed.compiler is None and has_adam_kernel(context.files, environment):
         compiled = f"{kernel_folder(environment)} contains a compiled CPU Adam"
         yield finding("no-compiler-but-kernel", f"{failed}; {compiled}")
     elif installed.compiler is None:
@@ -111,9 +109,9 @@ def _check_build_tools(context: CheckContext) -> Findings:
     if not context.uses_deepspeed_adam:
         return
     folder = extensions_folder(environment)
-    if context.files and context.files.exists(f"{folder}/cpu_adam/cpu_adam.so"):
+    if context.files.exists(f"{folder}/cpu_adam/cpu_adam.so"):
         return
-    if context.files:
+    if context.is_this_host:
         yield finding("adam-not-compiled", f"no cpu_adam.so below {folder}")
     needed, toolkit = installed.torch_cuda, installed.cuda_toolkit
     if not context.nvidia_gpus or needed is None or "DS_SKIP_CUDA_CHECK" in environment:
@@ -165,24 +163,10 @@ def _check_attention(context: CheckContext) -> Findings:
         yield finding("slower-attention", f"{gpu}; {best} is not installed", used=used, best=best)
 
 
-def _check_environment(context: CheckContext) -> Findings:
-    given = context.environment
-    if given.get("OMP_NUM_THREADS") == "1":
-        yield finding("omp-single-thread", "environment variable OMP_NUM_THREADS=1")
-    if "KMP_AFFINITY" in given:
-        yield finding("kmp-affinity", f"environment variable KMP_AFFINITY={given['KMP_AFFINITY']}")
-    architectures = given.get("TORCH_CUDA_ARCH_LIST", "")
-    without_suffix = re.sub(r"(\d)[a-z]\b", r"\1", architectures)
-    if without_suffix != architectures:
-        evidence = f"environment variable TORCH_CUDA_ARCH_LIST={architectures}"
-        yield finding("arch-list-suffix", evidence, without_suffix=without_suffix)
-
-
 CHECKS = (
     _check_packages,
     _check_torch_build,
     _check_memory_binding,
     _check_build_tools,
     _check_attention,
-    _check_environment,
 )

@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Findings, finding
+from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.check import exists
@@ -39,7 +39,7 @@ def _check_memory(context: CheckContext) -> Findings:
             "; ".join(context.plan.cause_texts),
             remedy="; or ".join(context.plan.remedy_texts) or arithmetic,
         )
-    elif context.files and not context.machine.memory_grows:
+    elif not context.machine.memory_grows:
         needed, free = context.host_bytes_needed, available_bytes(context.files)
         if free is not None and free < needed:
             yield finding(

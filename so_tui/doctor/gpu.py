@@ -2,9 +2,8 @@
 
 Codes: amd-gpus, never-run, partitioned, nvml-unavailable, gpus-hidden, gpus-not-granted,
 no-nvidia-driver, no-gpu, driver-too-old, compute-prohibited, compute-exclusive, mig-enabled,
-gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused, gpu-training,
-gpu-busy, gpu-memory-broken, gpu-memory-errors, persistence-off, arch-list-without-gpu,
-torch-too-old-for-gpu, gpu-without-bf16.
+file-cache-in-gpu-memory, mpam-unused, gpu-training, gpu-busy, gpu-memory-broken, gpu-memory-errors,
+persistence-off, arch-list-without-gpu, torch-too-old-for-gpu, gpu-without-bf16.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, finding
-from so_tui.machine.doctor.host import run_of
+from so_tui.doctor.checks import CheckContext, Finding, Findings, finding
+from so_tui.doctor.host import run_of
 from so_tui.machine.gpus import GpuHealth, pci_gpus
 from so_tui.machine.types import Gpu, version_numbers
 from so_tui.units import memory_size
@@ -43,7 +42,7 @@ def _check_driver(context: CheckContext) -> Findings:
     silent = [gpu for gpu in gpus if gpu.uuid is None and gpu.compute_mode is None]
     if not context.machine.gpus:
         yield _why_no_gpu(context)
-    elif context.files and silent:
+    elif context.is_this_host and silent:
         on_bus = f"GPU {_listed(silent)} found on the PCI bus only."
         yield finding("nvml-unavailable", " ".join([on_bus, *context.machine.nvml_errors]))
     cuda_13 = version_numbers(software.torch_cuda)[:1] == (13,)
@@ -60,11 +59,11 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     if context.machine.hidden_gpus:
         hidden_by = context.environment.get("CUDA_VISIBLE_DEVICES", "")
         return finding("gpus-hidden", f"environment variable CUDA_VISIBLE_DEVICES={hidden_by}")
-    on_bus = pci_gpus(context.files) if context.files else ()
+    on_bus = pci_gpus(context.files)
     names = ", ".join(f"{gpu.name} at {gpu.pci_bus_id}" for gpu in on_bus if gpu.vendor == "nvidia")
     if not names:
         return finding("no-gpu", "neither NVML nor the PCI bus lists one")
-    if context.text("/proc/driver/nvidia/version"):
+    if context.files.text("/proc/driver/nvidia/version"):
         evidence = f"{names}; the driver is loaded, but lists none of them"
         return finding("gpus-not-granted", evidence)
     return finding("no-nvidia-driver", f"{names}; no /proc/driver/nvidia/version")
@@ -83,25 +82,7 @@ def _check_modes(context: CheckContext) -> Findings:
 
 
 def _check_memory(context: CheckContext) -> Findings:
-    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it is
-    offline. Also find file cache in such a node, and unpartitioned bandwidth.
-    """
-    hidden = [gpu for gpu in context.nvidia_gpus if gpu.memory_node is None]
-    if context.is_grace and hidden:
-        parameters = context.text("/proc/driver/nvidia/params")
-        setting = re.search(r'CoherentGPUMemoryMode: "(\w*)"', parameters)
-        reserved = any(node.kind == "empty" for node in context.machine.numa_nodes)
-        if (setting and setting[1] == "driver") or not reserved:
-            evidence = f"GPU {_listed(hidden)}: no NUMA node of its own"
-            if setting:
-                evidence += f'; /proc/driver/nvidia/params: CoherentGPUMemoryMode "{setting[1]}"'
-            yield finding("gpu-memory-driver-managed", evidence)
-        else:
-            yield finding(
-                "gpu-memory-offline",
-                f"GPU {_listed(hidden)}: the kernel reserves empty nodes for it, but none has "
-                "memory",
-            )
+    """Find file cache in the memory node of a GPU, and on Grace unpartitioned bandwidth."""
     owners = {gpu.memory_node: gpu.index for gpu in context.nvidia_gpus}
     for node in context.machine.numa_nodes:
         cached = node.file_cache_bytes or 0
@@ -122,10 +103,10 @@ def _check_in_use(context: CheckContext) -> Findings:
         if not health.pids:
             continue
         named = ", ".join(
-            f"{pid} ({context.text(f'/proc/{pid}/comm') or 'not visible here'})"
+            f"{pid} ({context.files.text(f'/proc/{pid}/comm') or 'not visible here'})"
             for pid in health.pids
         )
-        found = [run_of(context.files, pid) for pid in health.pids] if context.files else []
+        found = [run_of(context.files, pid) for pid in health.pids]
         if runs := ", ".join(sorted({Path(run).name for run in found if run})):
             yield finding("gpu-training", f"process {named}; run {runs}", gpu=gpu.index)
         else:
