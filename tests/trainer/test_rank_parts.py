@@ -327,47 +327,27 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
     assert time.process_time() - began < 4
 
 
-class Reads:
-    """Measurements that take as long as the test wants, by a clock that the test turns."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, takes_s: float = 0.0) -> None:
-        self.now, self.begun, self.takes_s = 0.0, 0, takes_s
-        self.may_end = threading.Event()
-        self.may_end.set()
-        patch.setattr(metrics, "_rank_memory_bytes", self.read)
-        patch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-    def read(self) -> int:
-        self.begun += 1
-        number = self.begun
-        self.now += self.takes_s
-        assert self.may_end.wait(60)
-        return number
-
-
-def test_a_step_never_waits_for_a_measurement_but_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reads, memory = Reads(monkeypatch), metrics._HostMemory()
-    assert memory.latest_bytes() == 1
-    reads.may_end.clear()
-    reads.now = 25.0
-    assert [memory.latest_bytes() for _ in range(3)] == [1, 1, 1]
-    wait_until(lambda: reads.begun == 2)
-    reads.may_end.set()
-    wait_until(lambda: memory.latest_bytes() == 2)
-    assert reads.begun == 2, "one at a time"
-
-
 def test_costly_measurements_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, memory = Reads(monkeypatch, takes_s=5.0), metrics._HostMemory()
-    memory.latest_bytes()
-    reads.now = 200.0
-    memory.latest_bytes()
-    wait_until(lambda: memory.latest_bytes() == 2)
-    for reads.now, begun in ((704.0, 2), (706.0, 3)):
-        memory.latest_bytes()
-        wait_until(lambda begun=begun: memory.latest_bytes() == begun)  # type: ignore[misc]
+    now, reads, pauses = 0.0, 0, list[float]()
+
+    def read() -> int:
+        nonlocal now, reads
+        now, reads = now + 5, reads + 1
+        return reads
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
+        if len(pauses) == 8:
+            sys.exit()  # the thread
+
+    monkeypatch.setattr(metrics, "_rank_memory_bytes", read)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    memory = metrics._HostMemory()
+    wait_until(lambda: len(pauses) == 8)
+    assert pauses == [20.0] * 5 + [500.0] * 3
+    assert memory.latest_bytes == 8
 
 
 def test_it_counts_what_has_been_touched() -> None:
