@@ -54,7 +54,6 @@ from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.kernels import replace_slow_matmuls
-from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
@@ -405,9 +404,6 @@ class Session:
             evaluation=data.evaluation,
             prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention))
             if self.spec.prompts.texts
-            else None,
-            expected_first_loss=expected_first_loss(model.causal.config)
-            if self.spec.model.weights == "random"
             else None,
         )
         control.stop_early()
