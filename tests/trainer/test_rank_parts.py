@@ -35,12 +35,14 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.runs.samples import read_network_rate
+from so_tui.runs.state import Failure, report_failure
+from so_tui.runs.state import failures as reported_failures
 from so_tui.spec import InputError, TrainSpec
 from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.failures import Failure, NonFiniteError
+from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
@@ -247,12 +249,13 @@ def test_the_first_whole_report_of_a_failure_is_the_reason() -> None:
     run = create_run(tiny())
     run.attempt_dir(1).mkdir()
     (run.attempt_dir(1) / "failure.rank1.json").touch()
-    assert failures.reported(run, 1, 4) is None
+    assert reported_failures(run, 1) == ()
     first = Failure(rank=2, code="disk-full", reason="full", step=3)
-    failures.report(first, run, 1)
+    report_failure(run, 1, first)
     time.sleep(0.01)
-    failures.report(Failure(rank=0, reason="consequence"), run, 1)
-    assert failures.reported(run, 1, 4) == first
+    later = Failure(rank=0, reason="consequence")
+    report_failure(run, 1, later)
+    assert reported_failures(run, 1) == (first, later)
 
 
 def rates(schedule: str, total: int = 100, warmup: float = 0.1, **ratios: float) -> list[float]:
