@@ -307,8 +307,14 @@ def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     from so_tui.spec import with_values
     from so_tui_trainer.model import checkpointing, fused
 
-    if lever in fused.ALL:
-        print(lever, fused.install_kernels(model.causal, [lever]), flush=True)
+    kernels = {
+        "norm": fused.install_norms,
+        "rotary": fused.install_rotary,
+        "gate": fused.install_gates,
+        "experts": fused.install_experts,
+    }
+    if lever in kernels:
+        kernels[lever](model.causal)
     elif lever == "selective":
         checkpointing.install(model.causal, "selective")
         return with_values(spec, {"model.activation_checkpointing": "selective"})

@@ -12,6 +12,7 @@ import getpass
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -104,6 +105,41 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container whose uid has no name
         return str(os.getuid())
+
+
+# What ranks report before they give up.
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """Why a rank failed: ``failure.rank<R>.json`` in the attempt's folder."""
+
+    rank: int
+    code: str = ""
+    """What happened, in kebab-case: ``gpu-out-of-memory``. For wrong input it is the code of the
+    first problem. Empty in files of older versions.
+    """
+    reason: str
+    suggestion: str = ""
+    step: int = 0
+
+
+def report_failure(run: RunDirectory, attempt: int, failure: Failure) -> None:
+    """Write a failure where rank 0 and the supervisor find it. Raises OSError."""
+    write_run_json(run, run.attempt_dir(attempt) / f"failure.rank{failure.rank}.json", failure)
+
+
+def failures(run: RunDirectory, attempt: int) -> tuple[Failure, ...]:
+    """Return what the ranks reported, the earliest first; later failures are mostly its
+    consequences. Leaves out what cannot be read: a rank was killed while it wrote, say.
+    """
+    found: list[tuple[int, int, Failure]] = []
+    with suppress(OSError):  # the file system may be away, and the run must be concluded
+        found.extend(
+            (file.stat().st_mtime_ns, failure.rank, failure)
+            for file in run.attempt_dir(attempt).glob("failure.rank*.json")
+            if (failure := readable_json(file, Failure))
+        )
+    return tuple(failure for *_, failure in sorted(found, key=lambda item: item[:2]))
 
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from so_tui.runs.records import (
     ResumedRecord,
     RunState,
 )
+from so_tui.runs.state import Failure
 from tests.support.plans import launch_with, plan_of, spec_of
 from tests.support.records import append_records, step_record
 
@@ -35,9 +36,9 @@ OUT_OF_MEMORY = (
     "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"
 )
 EXITS = "[launch.py] ['python'] exits with return code ="
-NOT_FINITE = ending.Failure(rank=3, code="not-finite", reason="the loss is not finite")
-OF_OTHERS = ending.Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
-SAID, OLDER = "rank 3: the loss is not finite", ending.Failure(rank=0, reason="bad luck")
+NOT_FINITE = Failure(rank=3, code="not-finite", reason="the loss is not finite")
+OF_OTHERS = Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
+SAID, OLDER = "rank 3: the loss is not finite", Failure(rank=0, reason="bad luck")
 KILLED, LEFT = (Loss(RANK, code, unprompted=True) for code in (-9, 143))
 C = OutcomeCode
 
@@ -130,7 +131,7 @@ def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail:
 def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None:
     """With other settings only where those help."""
     advice = "train.micro_batch {8} -> 4 needs 3 GiB less on each GPU (predicted)"
-    failed = ending.Failure(rank=1, code="disk-full", reason="it failed", suggestion=advice)
+    failed = Failure(rank=1, code="disk-full", reason="it failed", suggestion=advice)
     for evidence, changed in (
         (seen(None, OUT_OF_MEMORY), True),
         (seen(Loss(RANK, -9), oom_kills=1), True),
@@ -140,7 +141,7 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
     ):
         text = ending.outcome_text(ending.conclude(evidence), "r", saved, advice)
         assert text.suggestion == f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
-    without = ending.Failure(rank=0, code="error", reason="it failed")
+    without = Failure(rank=0, code="error", reason="it failed")
     text = ending.outcome_text(ending.conclude(seen(None, failures=(without,))), "r", saved)
     assert text.suggestion == resuming.format("")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -15,7 +17,6 @@ from deepspeed.utils import set_z3_leaf_module
 
 import superoffload
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter.engine import _compiled_when_called
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
@@ -199,16 +200,14 @@ def test_what_is_gathered_or_copied_counts(
     assert limited or next(events.numbers) == 0
 
 
-def test_a_function_is_compiled_once_at_its_first_call() -> None:
-    compiled: list[str] = []
-
-    def compile_now(function: Callable[..., int]) -> Callable[..., int]:
-        compiled.append(function.__name__)
-        return lambda *arguments, **keywords: -function(*arguments, **keywords)
-
-    def added(one: int, other: int) -> int:
-        return one + other
-
-    call = _compiled_when_called(compile_now, added)
-    assert (call.__name__, compiled) == ("added", [])
-    assert (call(1, other=2), call(3, 4), compiled) == (-3, -7, ["added"])
+def test_muon_is_imported_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    monkeypatch.setattr(compiler, "compile", lambda: compiled.append)
+    before = compiler.compile
+    for name in ("original_muon", "muon_optimizer"):
+        monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}", raising=False)
+    adapter.import_muon()
+    assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
+    assert compiled == []
+    assert compiler.compile is before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
-import itertools
 import math
 import os
 from contextlib import closing
@@ -15,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 import superoffload
 from so_tui.machine.software import known_versions
 from so_tui.model.sharding import partition_numel
 from superoffload import api, checkpoint
-from superoffload.checkpoint import _cut_blocks, _overlaps, _PacedFile
+from superoffload.checkpoint import Rounded, SubGroupRecord, _PacedFile
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.errors import Mismatch
+from superoffload.gpu_states import SubGroupState
 from tests.support import engine as support
 from tests.support.checkpoints import rank_manifest_of
 from tests.support.problems import coded
@@ -98,26 +98,63 @@ def test_a_state_of_another_model_is_refused_before_loading(tmp_path: Path) -> N
         before = support.states(other)
         with pytest.raises(superoffload.StateMismatchError) as caught:
             superoffload.load_state(other, tmp_path)
-        name = "embedding.weight"
         assert caught.value.mismatches == (
-            Mismatch("only-here", "1 parameters are only in this run: frozen", ("frozen",)),
-            Mismatch("size", f"{name}: saved 1250 elements, this run has 1300", (name,)),
+            "embedding.weight: saved 1250 elements, this run has 1300",
+            "frozen: saved no elements, this run has 25",
         )
         assert support.states(other) == before
 
 
+NUMELS = (1, 2, 7, 8, 24, 25, 1000)
+
+
+def described(numels: tuple[int, ...], rank: int, ranks: int) -> checkpoint.Manifest:
+    """A sub-group in host memory, of parameters that are named after their place."""
+    names = tuple(map(str, range(len(numels))))
+    held = sum(partition_numel(numel, ranks) for numel in numels)
+    record = SubGroupRecord(held, "cpu", 3, moments=True, names=names, numels=numels)
+    return rank_manifest_of("so-tui", rank, ranks, (record,))
+
+
+def states(numels: tuple[int, ...], rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's states, in which every element of a parameter is known by its place."""
+    shards = []
+    for numel in numels:
+        shard = partition_numel(numel, ranks)
+        places = torch.arange(rank * shard, (rank + 1) * shard) + 1.0
+        shards.append(torch.where(places <= numel, places, 0.0))
+    weights = torch.cat(shards)
+    return weights, -weights, weights**2
+
+
+def save(folder: Path, numels: tuple[int, ...], ranks: int) -> None:
+    for rank in range(ranks):
+        with closing(checkpoint.Save(folder, described(numels, rank, ranks))) as file:
+            file.write(0, states(numels, rank, ranks))
+            file.finish()
+
+
+def load(folder: Path, numels: tuple[int, ...], rank: int, ranks: int) -> Rounded:
+    """Load what was saved, and check that the rank has its own shards."""
+    expected = states(numels, rank, ranks)
+    weights, first, second = loaded = [torch.full_like(each, math.nan) for each in expected]
+    state = SubGroupState(
+        "cpu", weights, weights, lambda: (first, second), lambda *_: None, 3, lambda _: None
+    )
+    rounded = checkpoint.read(folder, described(numels, rank, ranks), [state])
+    assert all(map(torch.equal, loaded, expected))
+    return rounded
+
+
 @pytest.mark.parametrize("saved_ranks", [1, 2, 3, 8])
-def test_resharding_reads_every_element_once_in_order(saved_ranks: int) -> None:
-    for ranks, numel in itertools.product((1, 2, 3, 5, 8), (1, 2, 7, 8, 24, 25, 1000)):
-        saved_shard, shard = partition_numel(numel, saved_ranks), partition_numel(numel, ranks)
-        whole = list(range(numel))
+def test_resharding_reads_every_element_once_in_order(saved_ranks: int, tmp_path: Path) -> None:
+    save(tmp_path, NUMELS, saved_ranks)
+    for ranks in (1, 2, 3, 5, 8):
         for rank in range(ranks):
-            filled: list[int] = []
-            for overlap in _overlaps(numel, saved_ranks, rank, ranks):
-                assert overlap.offset == len(filled)
-                saved = whole[overlap.saved_rank * saved_shard :][:saved_shard]
-                filled += saved[overlap.saved_offset :][: overlap.numel]
-            assert filled == whole[rank * shard : (rank + 1) * shard]
+            load(tmp_path, NUMELS, rank, ranks)
+    with pytest.raises(superoffload.StateMismatchError) as caught:
+        checkpoint.read(tmp_path, rank_manifest_of("so-tui"), ())
+    assert caught.value.mismatches[-1] == "2 more parameters differ"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +166,15 @@ def test_resharding_reads_every_element_once_in_order(saved_ranks: int) -> None:
         (1200, 4, 2, [1, 1]),  # at 300, 600 and 900, of which 600 stays a boundary
         (1200, 2, 3, [0, 1, 0]),  # at 600, which is the second rank's
         (100, 8, 1, [1]),  # seven boundaries in one block
+        (0, 2, 2, [0, 0]),
     ],
 )
 def test_blocks_that_lay_in_several_shards_are_counted(
-    numel: int, saved_ranks: int, ranks: int, expected: list[int]
+    numel: int, saved_ranks: int, ranks: int, expected: list[int], tmp_path: Path
 ) -> None:
-    assert [_cut_blocks(numel, saved_ranks, rank, ranks) for rank in range(ranks)] == expected
+    save(tmp_path, (numel,), saved_ranks)
+    loaded = [load(tmp_path, (numel,), rank, ranks) for rank in range(ranks)]
+    assert loaded == [Rounded(blocks, numel=0) for blocks in expected]
 
 
 def test_a_torn_missing_or_changed_state_is_refused(tmp_path: Path) -> None:
@@ -167,7 +207,7 @@ def test_another_deepspeed_version_is_refused() -> None:
             adapter.check_version(version)
 
 
-RECORD = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
+RECORD = SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def model_of(
     tile: int = 0,
     device: str = "cpu",
     with_kernels: attention.Kernels | None = None,
-    fused: tuple[str, ...] = (kernels.EXPERTS,),
+    fused: bool = True,
     dtype: torch.dtype = torch.float32,
     **shape: Any,
 ) -> PreTrainedModel:
@@ -89,7 +89,8 @@ def model_of(
     disable_dropout(config)
     causal = causal_model(config, dtype=dtype, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
-    kernels.install_kernels(causal, fused)
+    if fused:
+        kernels.install_experts(causal)
     checkpointing.install(
         causal, policy, on_host(device, with_kernels is not None) if offloaded else None
     )

@@ -35,12 +35,14 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.runs.samples import read_network_rate
+from so_tui.runs.state import Failure, report_failure
+from so_tui.runs.state import failures as reported_failures
 from so_tui.spec import InputError, TrainSpec
 from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.failures import Failure, NonFiniteError
+from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
@@ -247,12 +249,13 @@ def test_the_first_whole_report_of_a_failure_is_the_reason() -> None:
     run = create_run(tiny())
     run.attempt_dir(1).mkdir()
     (run.attempt_dir(1) / "failure.rank1.json").touch()
-    assert failures.reported(run, 1, 4) is None
+    assert reported_failures(run, 1) == ()
     first = Failure(rank=2, code="disk-full", reason="full", step=3)
-    failures.report(first, run, 1)
+    report_failure(run, 1, first)
     time.sleep(0.01)
-    failures.report(Failure(rank=0, reason="consequence"), run, 1)
-    assert failures.reported(run, 1, 4) == first
+    later = Failure(rank=0, reason="consequence")
+    report_failure(run, 1, later)
+    assert reported_failures(run, 1) == (first, later)
 
 
 def rates(schedule: str, total: int = 100, warmup: float = 0.1, **ratios: float) -> list[float]:
@@ -327,47 +330,27 @@ def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> N
     assert time.process_time() - began < 4
 
 
-class Reads:
-    """Measurements that take as long as the test wants, by a clock that the test turns."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, takes_s: float = 0.0) -> None:
-        self.now, self.begun, self.takes_s = 0.0, 0, takes_s
-        self.may_end = threading.Event()
-        self.may_end.set()
-        patch.setattr(metrics, "_rank_memory_bytes", self.read)
-        patch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-    def read(self) -> int:
-        self.begun += 1
-        number = self.begun
-        self.now += self.takes_s
-        assert self.may_end.wait(60)
-        return number
-
-
-def test_a_step_never_waits_for_a_measurement_but_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reads, memory = Reads(monkeypatch), metrics._HostMemory()
-    assert memory.latest_bytes() == 1
-    reads.may_end.clear()
-    reads.now = 25.0
-    assert [memory.latest_bytes() for _ in range(3)] == [1, 1, 1]
-    wait_until(lambda: reads.begun == 2)
-    reads.may_end.set()
-    wait_until(lambda: memory.latest_bytes() == 2)
-    assert reads.begun == 2, "one at a time"
-
-
 def test_costly_measurements_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, memory = Reads(monkeypatch, takes_s=5.0), metrics._HostMemory()
-    memory.latest_bytes()
-    reads.now = 200.0
-    memory.latest_bytes()
-    wait_until(lambda: memory.latest_bytes() == 2)
-    for reads.now, begun in ((704.0, 2), (706.0, 3)):
-        memory.latest_bytes()
-        wait_until(lambda begun=begun: memory.latest_bytes() == begun)  # type: ignore[misc]
+    now, reads, pauses = 0.0, 0, list[float]()
+
+    def read() -> int:
+        nonlocal now, reads
+        now, reads = now + 5, reads + 1
+        return reads
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
+        if len(pauses) == 8:
+            sys.exit()  # the thread
+
+    monkeypatch.setattr(metrics, "_rank_memory_bytes", read)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    memory = metrics._HostMemory()
+    wait_until(lambda: len(pauses) == 8)
+    assert pauses == [20.0] * 5 + [500.0] * 3
+    assert memory.latest_bytes == 8
 
 
 def test_it_counts_what_has_been_touched() -> None:

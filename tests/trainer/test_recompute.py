@@ -56,7 +56,7 @@ def test_recomputing_keeps_loss_and_gradients(
 )
 def test_random_routers_draw_the_same_again(kind: str, shape: dict[str, Any]) -> None:
     """Else backward has the gradients of experts that forward did not choose."""
-    full, none = (trained(policy, kind, fused=(), **shape) for policy in ("full", "none"))
+    full, none = (trained(policy, kind, fused=False, **shape) for policy in ("full", "none"))
     agree(full, none, 1e-5, 1e-7)
 
 
@@ -209,7 +209,7 @@ def test_selective_repeats_no_matrix_product(
     """A layer of Qwen3 has seven products, with two gradients each; backward needs not the last."""
     # DeepSpeed puts its own there under ZeRO-3.
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    products = products_of_a_step(model_of(policy, "qwen3", fused=()))
+    products = products_of_a_step(model_of(policy, "qwen3", fused=False))
     layers = SHAPE["num_hidden_layers"]
     assert products == {"forward": 7 * layers, "backward": (14 + repeated) * layers}
 
@@ -244,7 +244,7 @@ def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy)
     counts = {0: 0, 32: 0}
     for tile in counts:
         causal: Any = model_of(
-            policy, "llama", tile=tile, fused=(), dtype=torch.bfloat16, head_dim=24
+            policy, "llama", tile=tile, fused=False, dtype=torch.bfloat16, head_dim=24
         )
         causal.model.norm = torch.nn.Identity()  # the last norm belongs to no layer
 

@@ -6,13 +6,12 @@ while training goes on; rank 0's also renames, verifies and removes. The ranks a
 training threads only, between two steps.
 
 A checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights
-are a cast of the master weights), the random number generators of every rank, and a description of
-the data. The learning rate follows from the step. ``checkpoint_folder`` has the files.
+are a cast of the master weights), torch's random number generators of every rank, and a description
+of the data. The learning rate follows from the step. ``checkpoint_folder`` has the files.
 """
 
 from __future__ import annotations
 
-import random
 import shutil
 import threading
 import time
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -313,35 +311,20 @@ def _explained(error: Exception) -> TrainingError:
 
 
 class _RandomState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a rank's random number generators."""
+    """State of a rank's random number generators: torch's, the only ones that a step draws from."""
 
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, bytes, int, int, float]
-    """Its Mersenne Twister's words are little-endian, 32 bits each."""
     torch: bytes
     cuda: bytes | None = None
 
 
 def _random_state() -> _RandomState:
-    kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return _RandomState(
-        python=random.getstate(),
-        numpy=(
-            str(kind),
-            np.asarray(words, dtype="<u4").tobytes(),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
         torch=bytes(torch.get_rng_state().tolist()),
         cuda=bytes(torch.cuda.get_rng_state().tolist()) if torch.cuda.is_available() else None,
     )
 
 
 def _restore_random_state(state: _RandomState) -> None:
-    random.setstate(state.python)
-    kind, words, position, has_gauss, gauss = state.numpy
-    np.random.set_state((kind, np.frombuffer(words, dtype="<u4"), position, has_gauss, gauss))
     torch.set_rng_state(torch.tensor(list(state.torch), dtype=torch.uint8))
     if state.cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(list(state.cuda), dtype=torch.uint8))

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-from pathlib import Path
-
-import msgspec
-from msgspec import Struct
 
 from so_tui.plan.plan import GivenMemory
 from so_tui.plan.remedies import memory_advice
-from so_tui.runs import RunDirectory
-from so_tui.runs.directory import write_run_file
+from so_tui.runs.state import Failure
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
-from so_tui.trust.decoding import read_json
 from so_tui.units import thousands
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
@@ -27,21 +20,6 @@ SUPERSEDED = "superseded"
 LESS_HOST_MEMORY = "lower `offload.ratio`, use more GPUs, or free host memory."
 _ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory")
 _CONNECTION_LOST = ("closed by peer", "reset by peer")
-
-
-class Failure(Struct, frozen=True, kw_only=True):
-    """Why a rank failed. Written to ``failure.rank<R>.json`` in the attempt's folder, for rank 0
-    and the supervisor.
-    """
-
-    rank: int
-    code: str = ""
-    """What happened, in kebab-case: ``gpu-out-of-memory``. For wrong input it is the code of the
-    first problem.
-    """
-    reason: str
-    suggestion: str = ""
-    step: int = 0
 
 
 class TrainingError(SoTuiError):
@@ -83,28 +61,6 @@ def explain(
     return Failure(
         rank=rank, step=step, code=found.code, reason=found.reason, suggestion=found.suggestion
     )
-
-
-def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
-    """Write the failure where rank 0 and the supervisor find it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    write_run_file(run, _path(run, attempt, failure.rank), msgspec.json.encode(failure))
-
-
-def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
-    """Return the failure that was reported first; later ones are mostly its consequences. None if
-    no rank could report one.
-    """
-    found = []
-    for rank in range(ranks):
-        path = _path(run, attempt, rank)
-        # Mostly it is not there; its file system may be away.
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            found.append((path.stat().st_mtime_ns, rank, read_json(path, Failure)))
-    return min(found)[2] if found else None
 
 
 def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> TrainingError:
@@ -186,7 +142,3 @@ def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> TrainingError:
         "this host ran out of memory",
         memory_advice(spec, "node", given).message,
     )
-
-
-def _path(run: RunDirectory, attempt: int, rank: int) -> Path:
-    return run.attempt_dir(attempt) / f"failure.rank{rank}.json"

@@ -183,12 +183,6 @@ def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
     return train.learning_rate * (floor + (1 - floor) * height)
 
 
-_UNUSUAL_LOSS_DIFFERENCE = 0.5
-"""Nats per token between the first loss and the expected one that cause a warning."""
-_WRONG_LOSS_DIFFERENCE = 3.0
-"""Nats per token that end the run."""
-
-
 class Outcome(Struct, frozen=True, kw_only=True):
     """How training ended."""
 
@@ -219,8 +213,6 @@ class Loop:
     """Of the held-out documents, if there are any."""
     prompts: Prompts | None
     """What the model is asked during training, if anything."""
-    expected_first_loss: float | None
-    """The loss of random weights; None for pretrained ones."""
     step: int = 0
     """The last completed step."""
     useful_tokens: int = 0
@@ -255,7 +247,7 @@ class Loop:
 
         Raises:
             NonFiniteError: A loss or a gradient is not finite.
-            TrainingError: A checkpoint cannot be written, or the first loss is wrong.
+            TrainingError: A checkpoint cannot be written.
         """
         train, stop_requested = self.spec.train, False
         if self.step == 0:
@@ -346,7 +338,6 @@ class Loop:
 
         Raises:
             NonFiniteError: A loss or the gradient norm is not finite.
-            TrainingError: Random weights start at a loss that they cannot have.
         """
         record = self.metrics.log(
             step, superoffload.gradient_norm(self.engine), superoffload.stats(self.engine)
@@ -354,8 +345,6 @@ class Loop:
         self.last_loss = record.loss
         if self.ranks.first:
             print(_log_line(record, self.total_steps), flush=True)
-        if step.number == 1 and self.expected_first_loss is not None:
-            self._check_first_loss(record.loss, self.expected_first_loss)
 
     def evaluate(self) -> None:
         """Measure the loss on the held-out documents, if there are any.
@@ -491,24 +480,6 @@ class Loop:
         )
         if self.ranks.first:
             print(message, flush=True)
-
-    def _check_first_loss(self, loss: float, expected: float) -> None:
-        """Compare the first loss with that of random weights: uninitialised weights would otherwise
-        train for hours unnoticed.
-        """
-        difference = abs(loss - expected)
-        message = (
-            f"the first loss is {loss:.2f}, but random weights of this shape give about "
-            f"{expected:.2f}"
-        )
-        if difference > _WRONG_LOSS_DIFFERENCE:
-            raise TrainingError(
-                "first-loss-wrong",
-                f"{message}: they are not initialised correctly",
-                "Compare `[model.config]` with the model's config.json.",
-            )
-        if difference > _UNUSUAL_LOSS_DIFFERENCE:
-            self.recorder.warn("first-loss-unusual", message)
 
 
 def _log_line(record: StepRecord, total_steps: int) -> str:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -124,35 +125,26 @@ def _rank_memory_bytes() -> int:
 
 
 class _HostMemory:
-    """The newest measurement. The first is made at once, each later one by a thread."""
+    """The memory of this rank, followed by a thread from the first measurement on.
+
+    Attributes:
+        latest_bytes: The newest measurement.
+    """
 
     def __init__(self) -> None:
-        self._reading: threading.Thread | None = None
-        self._bytes = 0
-        self._begun: float | None = None
-        self._due = 0.0
+        self.latest_bytes = _rank_memory_bytes()
+        # It ends with the process: nothing depends on it.
+        threading.Thread(target=self._follow, name="host memory", daemon=True).start()
 
-    def latest_bytes(self) -> int:
-        """Return the newest measurement, and begin another one if it is due."""
-        now = time.monotonic()
-        if self._begun is None:
-            self._begun = now
-            self._measure()
-        elif now >= self._due and (self._reading is None or not self._reading.is_alive()):
-            # It ends with the process: nothing depends on it.
-            self._reading = threading.Thread(target=self._measure, name="host memory", daemon=True)
-            self._reading.start()
-        return self._bytes
-
-    def _measure(self) -> None:
-        assert self._begun is not None
-        before = time.monotonic()
-        self._bytes = _rank_memory_bytes()
-        after = time.monotonic()
-        settled = after - self._begun >= _SETTLES_S
-        self._due = after + (
-            max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S
-        )
+    def _follow(self) -> None:
+        began, pause_s = time.monotonic(), _INTERVAL_S
+        while True:
+            time.sleep(pause_s)
+            before = time.monotonic()
+            self.latest_bytes = _rank_memory_bytes()
+            after = time.monotonic()
+            if after - began >= _SETTLES_S:
+                pause_s = max(_INTERVAL_S, (after - before) / _COST_SHARE)
 
 
 class Step(NamedTuple):
@@ -188,9 +180,13 @@ class Metrics:
         self._flops = flops_of(spec.model)
         self._peak = peak_flops(ranks.device_name)
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
-        self._memory = _HostMemory()
         self._measured: list[Step] = []
         self._engine_stats: dict[int, OffloadStats] = {}
+
+    @cached_property
+    def _memory(self) -> _HostMemory:
+        """Begun at the first record, when a step has touched what it needs."""
+        return _HostMemory()
 
     def watch(self, step: Step) -> None:
         """Note, on the device, the first step whose loss is not finite; collect a benchmark's
@@ -238,7 +234,7 @@ class Metrics:
                 float(step.loss),
                 unsynchronised,
                 peak,
-                float(self._memory.latest_bytes()),
+                float(self._memory.latest_bytes),
                 engine_stats.adam_busy_s,
                 0.0 if step.router_loss is None else float(step.router_loss),
                 engine_stats.exposed_in_forward_s,

@@ -61,12 +61,8 @@ class Ranks(NamedTuple):
         """Return rank 0's value; the values of other ranks are ignored. Arguments as for
         ``all_gather``.
         """
-        mine = _encoded(value)
-        size = torch.tensor([len(mine)], dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self.group)
-        content = mine if self.first else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, src=0, group=self.group)
-        result: Value = _decoded(content, kind)
+        values: list[Any] = self.all_gather(value if self.first else None, kind | None)
+        result: Value = values[0]
         return result
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:

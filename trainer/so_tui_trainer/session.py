@@ -47,14 +47,13 @@ from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.evaluation import divide, evaluation_spec, trained_fingerprint
-from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
+from so_tui_trainer.failures import SUPERSEDED, TrainingError
 from so_tui_trainer.generation import Prompts
 from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.kernels import replace_slow_matmuls
-from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
@@ -337,7 +336,7 @@ class Session:
         step = self.loop.step if self.loop else 0
         failure = failures.explain(error, self.spec, self.rank, step, self.plan.given_memory)
         try:
-            failures.report(failure, self.run, self.attempt)
+            run_control.report_failure(self.run, self.attempt, failure)
             self._write_failure()
         except OSError as write_error:  # A full disk, say. The log may still have space.
             print(
@@ -405,9 +404,6 @@ class Session:
             evaluation=data.evaluation,
             prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention))
             if self.spec.prompts.texts
-            else None,
-            expected_first_loss=expected_first_loss(model.causal.config)
-            if self.spec.model.weights == "random"
             else None,
         )
         control.stop_early()
@@ -495,9 +491,10 @@ class Session:
         """Write the end record on rank 0, from the failure that was reported first. Does nothing if
         no rank failed.
         """
-        failure: Failure | None = failures.reported(self.run, self.attempt, self.plan.gpus)
-        if failure is None or self.rank != 0:
+        reported = run_control.failures(self.run, self.attempt)
+        if not reported or self.rank != 0:
             return
+        failure = reported[0]
         reason = failure.reason if failure.rank == 0 else f"rank {failure.rank}: {failure.reason}"
         saved = self.loop.saved if self.loop else ""
         self.recorder.write(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
-from superoffload.errors import Mismatch, OffloadError, StateMismatchError
+from superoffload.errors import OffloadError, StateMismatchError
 from superoffload.gpu_states import Copies, SubGroupState
 
 # A large file that reaches the disk while it is written, a piece at a time, and leaves no pages
@@ -423,17 +423,8 @@ def _read_into(file: FileIO, begin: int, target: Tensor) -> None:
 
 _MASTER_WEIGHTS = 0
 """Position of the master weights among the tensors of a sub-group; the moments follow."""
-
-
-class _Overlap(NamedTuple):
-    """The elements that a saved shard and a shard of this run have in common."""
-
-    saved_rank: int
-    saved_offset: int
-    """First common element, in the saved shard."""
-    offset: int
-    """First common element, in this rank's shard."""
-    numel: int
+_SHOWN_PARAMETERS = 5
+"""Most parameters that an error names."""
 
 
 class Rounded(NamedTuple):
@@ -445,7 +436,7 @@ class Rounded(NamedTuple):
     """
 
     blocks: int
-    """Blocks of 8-bit moments that saved shards had cut: ``_cut_blocks`` of all parameters."""
+    """Blocks of 8-bit moments that saved shards had cut: their parts had exponents of their own."""
     numel: int
     """Parameters whose moments were on a GPU, in fp32."""
     restarted: int = 0
@@ -542,34 +533,6 @@ def saved_states(folder: Path, *, moments: bool = True) -> Iterator[NamedStates]
                 yield name, wholes
 
 
-def _overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_Overlap]:
-    """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel``
-    elements; padding is left out.
-    """
-    saved_shard = partition_numel(numel, saved_ranks)
-    shard = partition_numel(numel, ranks)
-    begin, end = min(rank * shard, numel), min((rank + 1) * shard, numel)
-    position = begin
-    while position < end:
-        saved_rank = position // saved_shard
-        stop = min(end, (saved_rank + 1) * saved_shard)
-        yield _Overlap(
-            saved_rank, position - saved_rank * saved_shard, position - begin, stop - position
-        )
-        position = stop
-
-
-def _cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
-    """Return how many blocks of 8-bit moments in a shard of ``rank`` lie in several saved shards.
-
-    Their parts had exponents of their own, so they are rounded once more. All other blocks keep
-    their values.
-    """
-    begin = min(rank * partition_numel(numel, ranks), numel)
-    starts = [begin + overlap.offset for overlap in _overlaps(numel, saved_ranks, rank, ranks)]
-    return len({start // MOMENT_BLOCK for start in starts[1:] if start % MOMENT_BLOCK})
-
-
 def _rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
     """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in
     host memory are compact.
@@ -582,49 +545,36 @@ def _rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
         if group.device != "cpu":
             continue
         for name, numel in group.parameters:
+            begin, end = _bounds(numel, expected.rank, expected.ranks)
             if name in were_on_gpu:
-                loaded += sum(
-                    overlap.numel
-                    for overlap in _overlaps(numel, len(saved), expected.rank, expected.ranks)
-                )
-            else:
-                blocks += _cut_blocks(numel, len(saved), expected.rank, expected.ranks)
+                loaded += end - begin
+            elif begin < end:
+                saved_shard = partition_numel(numel, len(saved))
+                cuts = range(begin - begin % saved_shard + saved_shard, end, saved_shard)
+                blocks += len({cut // MOMENT_BLOCK for cut in cuts if cut % MOMENT_BLOCK})
     return Rounded(blocks, loaded)
 
 
-def _mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:
+def _mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[str]:
     """Yield every reason why saved states cannot be loaded by a rank that would save
     ``expected``.
     """
-    for code, name in (("schema", "schema"), ("byte-order", "byteorder")):
+    for name in ("schema", "byteorder"):
         found, here = getattr(saved[0], name), getattr(expected, name)
         if found != here:
-            yield Mismatch(code, f"{name}: saved with {found}, this run has {here}")
+            yield f"{name}: saved with {found}, this run has {here}"
     steps = {group.step for manifest in saved for group in manifest.sub_groups}
     # DeepSpeed's own SuperOffload, which saves no moments, counts those on the GPU only.
     if len(steps) > 1 and saved[0].moments and expected.moments:
-        yield Mismatch(
-            "different-steps",
-            f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}",
+        yield f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}"
+    before, now = _parameters(saved[0]), _parameters(expected)
+    differing = sorted({name for name, _ in before.items() ^ now.items()})
+    for name in differing[:_SHOWN_PARAMETERS]:
+        yield (
+            f"{name}: saved {before.get(name, 'no')} elements, this run has {now.get(name, 'none')}"
         )
-    yield from _parameter_mismatches(_parameters(saved[0]), _parameters(expected))
-
-
-def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterator[Mismatch]:
-    only = (
-        ("only-saved", "the checkpoint", saved.keys() - here.keys()),
-        ("only-here", "this run", here.keys() - saved.keys()),
-    )
-    for code, where, names in only:
-        if names:
-            found = tuple(sorted(names))
-            shown = f"{', '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
-            yield Mismatch(code, f"{len(found)} parameters are only in {where}: {shown}", found)
-    for name in sorted(saved.keys() & here.keys()):
-        if saved[name] != here[name]:
-            yield Mismatch(
-                "size", f"{name}: saved {saved[name]} elements, this run has {here[name]}", (name,)
-            )
+    if further := len(differing[_SHOWN_PARAMETERS:]):
+        yield f"{further} more parameters differ"
 
 
 def _parameters(manifest: Manifest) -> dict[str, int]:
@@ -664,13 +614,20 @@ def _read_shard(
     """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a
     part of it.
     """
-    filled = 0
-    for overlap in _overlaps(numel, len(files), rank, ranks):
-        element = location.first + kind * location.distance + overlap.saved_offset
-        _read_into(
-            files[overlap.saved_rank],
-            4 * element,
-            shard[overlap.offset : overlap.offset + overlap.numel],
-        )
-        filled += overlap.numel
+    position, end = _bounds(numel, rank, ranks)
+    saved_shard, filled = partition_numel(numel, len(files)), 0
+    while position < end:
+        saved_rank, offset = divmod(position, saved_shard)
+        length = min(saved_shard - offset, end - position)
+        element = location.first + kind * location.distance + offset
+        _read_into(files[saved_rank], 4 * element, shard[filled : filled + length])
+        position, filled = position + length, filled + length
     shard[filled:].zero_()
+
+
+def _bounds(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first element of a rank's shard and the one after its last; padding is left
+    out.
+    """
+    shard = partition_numel(numel, ranks)
+    return min(rank * shard, numel), min((rank + 1) * shard, numel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
 class OffloadError(Exception):
@@ -51,24 +50,15 @@ class WorkerLostError(OffloadError):
     """
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """One reason why a saved state cannot be loaded."""
-
-    code: str
-    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``only-saved``,
-    ``only-here`` or ``size``.
-    """
-    message: str
-    names: tuple[str, ...] = ()
-    """The parameters concerned, where the reason is about parameters."""
-
-
 class StateMismatchError(OffloadError):
-    """Raised when a saved state belongs to another model, or lacks what this engine needs."""
+    """Raised when a saved state belongs to another model, or lacks what this engine needs.
 
-    def __init__(self, folder: object, mismatches: tuple[Mismatch, ...]) -> None:
-        reasons = "\n  ".join(mismatch.message for mismatch in mismatches)
+    Attributes:
+        mismatches: Every reason why it cannot be loaded, in words.
+    """
+
+    def __init__(self, folder: object, mismatches: tuple[str, ...]) -> None:
+        reasons = "\n  ".join(mismatches)
         super().__init__(
             f"The optimizer state in {folder} does not fit this run:\n  {reasons}",
             code="state-mismatch",

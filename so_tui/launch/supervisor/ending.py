@@ -30,23 +30,13 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import END_CODES, EXIT_CODES, identify, this_host
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState
+from so_tui.runs.state import Failure
 from so_tui.trust.decoding import read_json
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
 
 EndState = Literal["finished", "stopped", "failed", "lost"]
 Who = Literal["runner", "launcher", "rank"]
-
-
-class Failure(Struct, frozen=True):
-    """What a rank wrote into ``failure.rank<R>.json`` before it gave up."""
-
-    rank: int
-    reason: str
-    suggestion: str = ""
-    step: int = 0
-    code: str = ""
-    """Empty in files of older versions."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):

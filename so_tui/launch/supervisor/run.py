@@ -13,9 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
@@ -24,7 +22,6 @@ from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
     Evidence,
-    Failure,
     Outcome,
     StopRequest,
     conclude,
@@ -50,10 +47,9 @@ from so_tui.runs.records import (
     RunState,
     Sample,
 )
-from so_tui.runs.state import read_state, write_state, write_state_even_if_full
+from so_tui.runs.state import failures, read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
-from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
@@ -323,7 +319,7 @@ class Supervisor:
         return replace(
             self._host.evidence(),
             end=self._end,
-            failures=_failures(self._run.attempt_dir(self._attempt)),
+            failures=failures(self._run, self._attempt),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._heartbeat_at is not None,
         )
@@ -364,17 +360,6 @@ class Supervisor:
                         self._run.state_path
                     )  # on a full disk: other hosts judge by its age whether we live
                     raise
-
-
-def _failures(folder: Path) -> tuple[Failure, ...]:
-    """Read what the ranks wrote about their failures, the earliest first."""
-    found = []
-    for file in folder.glob("failure.rank*.json"):
-        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
-        # the final state must be written.
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
-    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
 def _planned_advice(outcome: Outcome, launch: Launch) -> str:

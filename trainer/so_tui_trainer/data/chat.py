@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -251,28 +251,14 @@ def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[i
             for index, message in enumerate(conversation)
         ]
     )
-    around = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
-    found: dict[int, Span] = {}
-    position = len(around[0])
-    if len(around) == len(said) + 1 and whole.startswith(around[0]):
-        for index, after in zip(said, around[1:], strict=True):
-            content = conversation[index].content
-            last = index == said[-1]
-            for text in (content, content.strip(), content.lstrip(), content.rstrip()):
-                rest = whole[position + len(text) :]
-                if whole.startswith(text, position) and (
-                    rest == after if last else rest.startswith(after)
-                ):
-                    found[index] = (position, position + len(text))
-                    position += len(text) + len(after)
-                    break
-            else:
-                break
-    return (
-        found
-        if len(found) == len(said)
-        else {index: _changed_span(chat, conversation, whole, index) for index in said}
-    )
+    first, *after = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
+    for cleaned in (str, str.strip, str.lstrip, str.rstrip):
+        contents = [cleaned(conversation[index].content) for index in said]
+        pieces = [first, *chain.from_iterable(zip(contents, after, strict=False))]
+        if len(after) == len(said) and "".join(pieces) == whole:
+            ends = list(accumulate(map(len, pieces)))
+            return dict(zip(said, zip(ends[::2], ends[1::2], strict=False), strict=True))
+    return {index: _changed_span(chat, conversation, whole, index) for index in said}
 
 
 def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:

@@ -8,7 +8,7 @@ a few random numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,34 +26,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-NORM, ROTARY, GATE, EXPERTS = "norm", "rotary", "gate", "experts"
-ALL = (NORM, ROTARY, GATE, EXPERTS)
+def install_kernels(causal: PreTrainedModel) -> None:
+    """Replace the parts of ``causal`` for which a kernel is exact."""
+    install_norms(causal)
+    install_gates(causal)
+    install_experts(causal)
+    install_rotary(causal)
 
 
-def install_kernels(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str, ...]:
-    """Replace ``parts`` of ``causal`` where the kernels are exact.
+def install_norms(causal: nn.Module) -> None:
+    """Replace RMS norms where the kernel is exact."""
+    _replace_modules(causal, _is_rms_norm, _rms_norm)
 
-    Returns:
-        Names of the classes and functions that were replaced.
-    """
-    replaced: list[str] = []
-    if NORM in parts:
-        replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
-    if GATE in parts:
-        for shapes, ours in _MLPS:
-            replaced += _replace_modules(causal, partial(_is_mlp, shapes, ours), ours)
-    if EXPERTS in parts:
-        replaced += _replace_modules(causal, _is_mixture, _mixture)
-    if ROTARY in parts:
-        replaced += _replace_rotary(sys.modules[type(causal).__module__])
-    return tuple(replaced)
+
+def install_gates(causal: nn.Module) -> None:
+    """Replace gated activations where the kernel is exact."""
+    for shapes, ours in _MLPS:
+        _replace_modules(causal, partial(_is_mlp, shapes, ours), ours)
+
+
+def install_experts(causal: nn.Module) -> None:
+    """Replace mixtures of experts where ours compute the same."""
+    _replace_modules(causal, _is_mixture, _mixture)
 
 
 def _replace_modules(
     causal: nn.Module,
     same: Callable[[type[nn.Module], nn.Module], bool],
     forward: Callable[..., Tensor],
-) -> list[str]:
+) -> None:
     checked: dict[type[nn.Module], bool] = {}
     for module in causal.modules():
         kind = type(module)
@@ -61,7 +62,6 @@ def _replace_modules(
             checked[kind] = same(kind, module)
         if checked[kind]:
             module.forward = partial(forward, module)
-    return [kind.__name__ for kind, replaced in checked.items() if replaced]
 
 
 def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
@@ -191,12 +191,14 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     )
 
 
-def _replace_rotary(module: Any) -> list[str]:
+def install_rotary(causal: PreTrainedModel) -> None:
+    """Replace the rotary embedding in the model's own module of transformers, where the kernel is
+    exact.
+    """
+    module: Any = sys.modules[type(causal).__module__]
     theirs = getattr(module, "apply_rotary_pos_emb", None)
-    if theirs is None:
-        return []
-    if getattr(theirs, "func", None) is _rotate_both:
-        return ["apply_rotary_pos_emb"]
+    if theirs is None or getattr(theirs, "func", None) is _rotate_both:
+        return
     query, key, cos, sin = (
         _random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4))
     )
@@ -206,8 +208,7 @@ def _replace_rotary(module: Any) -> list[str]:
         angles = (torch.cat([half] * copies, -1) for half in (cos, sin))
         if _agree(_first_of(theirs), _first_of(ours), query, key, *angles):
             module.apply_rotary_pos_emb = ours
-            return ["apply_rotary_pos_emb"]
-    return []
+            return
 
 
 def _first_of(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:

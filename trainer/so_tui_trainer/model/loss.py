@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# What a model does to its logits, and the loss that random weights begin with.
+# What a model does to its logits.
 
 
 LOGIT_KEYS = (
@@ -61,18 +61,6 @@ def changes_logits_otherwise(config: PretrainedConfig) -> bool:
     return logit_changes(config) == (1.0, 0.0) and any(
         getattr(config, key, None) not in (None, 1.0) for key in LOGIT_KEYS
     )
-
-
-def expected_first_loss(config: PretrainedConfig) -> float:
-    """Return the expected loss of random weights, in nats per token.
-
-    It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that
-    variance is ``hidden_size * initializer_range**2``, times the square of what the model
-    multiplies its logits with.
-    """
-    spread = float(getattr(config, "initializer_range", None) or 0.02) * logit_changes(config)[0]
-    vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
-    return math.log(vocabulary) + hidden * spread**2 / 2
 
 
 class HeadLoss(nn.Module):

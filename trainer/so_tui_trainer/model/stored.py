@@ -1,15 +1,11 @@
-"""Index the tensors in a model's files, and read any range of their elements without mapping or
-holding more.
-
-Reads safetensors files, or the files of ``torch.save`` (``pytorch_model.bin``) if a folder has no
-others.
+"""Index the tensors in a model's safetensors files, and read any range of their elements without
+mapping or holding more.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, first_line
+from so_tui.spec import InputError
 from so_tui.spec.errors import reject
 from so_tui.units import disk_size
 
@@ -39,9 +35,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """Element types by safetensors' names."""
-
-
-_TORCH_SAVED = "pytorch_model.bin"
 
 
 class Stored(NamedTuple):
@@ -111,71 +104,29 @@ def read_index(folder: Path) -> dict[str, Stored]:
             f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else ""),
         )
     if not names:
-        raise _problem(
-            "weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)"
+        raise reject(
+            "weights-missing",
+            "model.id",
+            str(folder),
+            "has no weights in safetensors",
+            "Download it again with `so-tui fetch`, name a folder with the complete model, or "
+            "start with `model.weights = random`. Load weights in other formats with "
+            "transformers, and save them again with `save_pretrained`.",
         )
     found: dict[str, Stored] = {}
     for name in names:
-        read = _of_safetensors if name.endswith(".safetensors") else _of_torch_save
-        found |= read(folder / name)
+        found |= _of_safetensors(folder / name)
     return found
 
 
 def shards(folder: Path) -> list[str]:
-    """Return the names of the weight files: the single file, else those of the index, else any.
-    safetensors come before torch.save's.
-    """
-    return (
-        _named(folder, "model.safetensors")
-        or sorted(path.name for path in folder.glob("*.safetensors"))
-        or _named(folder, _TORCH_SAVED)
-    )
-
-
-def _named(folder: Path, file: str) -> list[str]:
-    if (folder / file).is_file():
-        return [file]
-    index = folder / f"{file}.index.json"
-    return (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-    )
-
-
-def _of_torch_save(path: Path) -> dict[str, Stored]:
-    """Index a file of ``torch.save``.
-
-    With fake tensors, torch.load reads no weights but records their offsets. It runs no code of the
-    file.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    try:
-        with FakeTensorMode():
-            loaded = torch.load(  # noqa: TID251 -- with weights_only
-                path, map_location="cpu", weights_only=True
-            )
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable(path, first_line(error)) from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(tensor, Tensor) for tensor in loaded.values()
-    ):
-        raise _unreadable(path, "it is not a dictionary of tensors")
-    found = {}
-    for name, tensor in loaded.items():
-        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if begin is None:
-            raise _unreadable(
-                path, "it is of a format older than torch 1.6, or torch is older than 2.7 here"
-            )
-        if not tensor.is_contiguous():
-            raise _unreadable(path, f"{name} is not contiguous")
-        found[name] = Stored(
-            path,
-            tensor.dtype,
-            tuple(tensor.shape),
-            begin + int(tensor.storage_offset()) * tensor.itemsize,
-        )
-    return found
+    """Return the names of the weight files: the single file, else those of the index, else any."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole.name]
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
@@ -204,17 +155,6 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
     if any(stored.start + stored.bytes > size for stored in found.values()):
         raise _problem("weights-truncated", path, "is shorter than its tensors")
     return found
-
-
-def _unreadable(path: Path, reason: str) -> InputError:
-    return reject(
-        "weights-unreadable",
-        "model.id",
-        str(path),
-        f"cannot be read ({reason})",
-        "Load it with transformers and save it again with `save_pretrained`, or download the model "
-        "again if the file is truncated.",
-    )
 
 
 def _problem(code: str, path: Path, message: str) -> InputError:

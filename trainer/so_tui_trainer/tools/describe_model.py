@@ -496,7 +496,7 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     folder = Path(resolve_source(model.id))
     if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
         notes.append(
-            f"{folder} has no weights: it can be planned, but trained only with "
+            f"{folder} has no weights in safetensors: it can be planned, but trained only with "
             "model.weights=random"
         )
     if (

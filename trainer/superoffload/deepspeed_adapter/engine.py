@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
-from functools import cache, partial, wraps
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,7 @@ def check_version(found: str | None = None) -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, so that its kernels are compiled when they are first called and not
-    now.
+    """Import DeepSpeed's Muon without compiling its functions, in this process.
 
     ``deepspeed.initialize`` imports it to check the class of any optimizer. Its decorators compile
     functions, for which torch imports its compiler's backend: most of a second of every start, also
@@ -90,25 +89,12 @@ def import_muon() -> None:
     """
     compiler: Any = import_module("deepspeed.runtime.compiler")
     at_once = compiler.compile
-    compiler.compile = lambda: partial(_compiled_when_called, at_once())
+    compiler.compile = lambda: lambda function: function
     try:
         with suppress(ImportError):  # which DeepSpeed takes for a version without Muon
             import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         compiler.compile = at_once
-
-
-def _compiled_when_called(
-    compile_now: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a function that compiles another one at its first call, and calls what it got."""
-    compiled = cache(partial(compile_now, function))
-
-    @wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        return compiled()(*arguments, **keywords)
-
-    return call
 
 
 def join_process_group(**settings: Any) -> None:
