@@ -1,6 +1,4 @@
-"""Figures as SVG: bars beside each other, and curves over an axis. They follow the viewer's light
-or dark colours. Pure.
-"""
+"""Figures as SVG: curves over an axis, in the viewer's light or dark colours. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from msgspec import Struct
 from so_tui.trust.text import printable_line
 from so_tui.units import significant, thousands
 
-_WIDTH, _LABEL, _ROW, _TOP = 900, 420, 18, 34
+_WIDTH, _TOP = 900, 34
 _LEFT, _PLOT_WIDTH, _PLOT_HEIGHT = 80, 800, 320
 _LONGEST_LABEL = 80
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
@@ -27,44 +25,11 @@ _STYLE = (
 )
 
 
-class Bar(Struct, frozen=True):
-    """One row: a label, and a value for each series; None leaves one out."""
-
-    label: str
-    values: tuple[float | None, ...]
-
-
 class Curve(Struct, frozen=True):
     """One line: a label, and its points (x, y). Where y is not finite it has a gap."""
 
     label: str
     points: Sequence[tuple[float, float]]
-
-
-def bars(title: str, series: Sequence[str], rows: Sequence[Bar], unit: str) -> str:
-    """Return horizontal bars, a group for each row."""
-    most = (
-        max((value for row in rows for value in row.values if value is not None), default=0.0)
-        or 1.0
-    )
-    room = _WIDTH - _LABEL - 110
-    parts, y = _legend(series), _TOP
-    for row in rows:
-        parts.append(_text(_LABEL - 8, y + _ROW * len(series) / 2 + 4, row.label, "end"))
-        for index, value in enumerate(row.values):
-            if value is not None:
-                length = room * value / most
-                colour = _COLOURS[index % len(_COLOURS)]
-                parts.append(
-                    f'<rect x="{_LABEL}" y="{y + 2}" width="{length:.1f}" height="{_ROW - 4}" '
-                    f'fill="{colour}"/>'
-                )
-                parts.append(
-                    _text(_LABEL + length + 6, y + _ROW - 5, f"{significant(value)} {unit}")
-                )
-            y += _ROW
-        y += 8
-    return _svg(title, y + 10, parts)
 
 
 def curves(title: str, drawn: Sequence[Curve]) -> str:
@@ -113,17 +78,6 @@ def _stroke(index: int) -> str:
     return f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (
         f' stroke-dasharray="{dash}"' if dash else ""
     )
-
-
-def _legend(series: Sequence[str]) -> list[str]:
-    if len(series) < 2:
-        return []
-    places = [(_LABEL + 150 * index, name) for index, name in enumerate(series)]
-    return [
-        f'<rect x="{x}" y="20" width="10" height="8" fill="{_COLOURS[index]}"/>'
-        + _text(x + 14, 28, name)
-        for index, (x, name) in enumerate(places)
-    ]
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

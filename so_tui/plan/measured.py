@@ -76,8 +76,6 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """bf16 weights from fp32 ones in pageable memory, cast on the host, as DeepSpeed returns
     them.
     """
-    both_ways_bytes_per_s: tuple[Positive, Positive] | None = None
-    """d2h and h2d while both run at the same time."""
     peer_bytes_per_s: Positive | None = None
     layer_launch_overhead_s: Positive | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
@@ -87,10 +85,6 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """
     adam: _Points = ()
     """(cores, bytes of host memory traffic per second)."""
-    adam_remote: _Points = ()
-    """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's
-    memory). Plans keep states near.
-    """
     adam_together: _Points = ()
     """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the
     first GPU's node.

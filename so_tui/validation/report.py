@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import pwd
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -87,35 +83,10 @@ class CopyRates(Struct, frozen=True, kw_only=True):
     pinned_h2d: float
     pageable_d2h: float
     pageable_h2d: float
-    both_ways: float
-    """Of each direction while both run."""
 
 
 class CopiesFound(Struct, frozen=True, kw_only=True, tag="copies"):
     copies: tuple[CopyRates, ...]
-
-
-class PhaseSeconds(Struct, frozen=True, kw_only=True):
-    """Where the time of a training part went, in the order of the phases."""
-
-    preparation_s: float
-    """Planning, and the start of the supervisor."""
-    launcher_s: float
-    """DeepSpeed's runner and launcher, until rank 0 is a process."""
-    imports_s: float
-    """torch, DeepSpeed and transformers in the rank."""
-    ranks_s: float
-    """Joining the process group."""
-    data_s: float
-    weights_s: float
-    optimizer_s: float
-    first_step_s: float
-    steps_s: float
-    """From the first step to the last."""
-    end_s: float
-    """From the last step until no process was left."""
-    cleaning_s: float
-    """Reading the records, and deleting the run."""
 
 
 class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
@@ -142,8 +113,6 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """By the formula of DeepSpeed's example script, summed over GPUs."""
     losses: tuple[float | None, ...]
     """Of all steps, warm-up included; None where it is not finite."""
-    phases: PhaseSeconds | None = None
-    """None in reports of older versions."""
     losses_only: bool = False
     """Whether it was trained for its losses: many steps of a model so small that its speed says
     nothing.
@@ -163,7 +132,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """How long it took."""
     reason: str = ""
-    """Why it failed, or was left out."""
+    """Why it failed, or was left out. Empty in a shared report."""
     result: Result | None = None
 
 
@@ -295,93 +264,31 @@ def _encoded(report: Report) -> bytes:
 # The form of a report that names neither the host, nor its user, nor any path.
 
 
-HIDDEN = "[hidden]"
-_NAMES = (
-    "USER",
-    "LOGNAME",
-    "SUDO_USER",
-    "HOSTNAME",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_JOB_ACCOUNT",
-    "SLURM_JOB_USER",
-    "SLURMD_NODENAME",
-)
-"""Environment variables whose values name a user, a host or a site."""
-_COMMON = {"", "root", "localhost", "home", "tmp", "vm"}
-"""Names that tell nothing."""
-_QUOTED = re.compile(r"`[^`\n]*/[^`\n]*`|\"[^\"\n]*/[^\"\n]*\"|'[^'\n]*/[^'\n]*'")
-"""Quoted texts with a slash: a path may have spaces."""
-_WITH_SLASH = re.compile(r"\S*/\S*")
-_UNIT = re.compile(r"[A-Za-z]{1,8}/(?:s|step)\W*")
-"""What else has a slash: ``GB/s``."""
-_ADDRESS = re.compile(
-    r"\S+@\S+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w)|(?<!\w)(?:[0-9a-fA-F]{0,4}:){2,"
-    r"7}[0-9a-fA-F]{0,4}(?!\w)"
-)
-"""Of mail and of hosts."""
-_UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_VERSION = re.compile(r"[\d.]*")
+"""What is shared of a version: what follows may name who built it."""
 
 
 def shared(report: Report) -> Report:
-    """Return a report that can be given to anybody.
-
-    Texts that others have a part in are left out (titles of findings, whose codes say what they
-    are), or lose everything that may name somebody (reasons of failures, versions).
+    """Return a report that can be given to anybody: without any text that others have a part in,
+    other than the names of processors and GPUs.
     """
-    names = _names_here() | {report.host}
     outcomes = tuple(
-        replace(
-            outcome,
-            reason=_hidden(outcome.reason, names),
-            result=_shared_result(outcome.result, names),
-        )
+        replace(outcome, reason="", result=_shared_result(outcome.result))
         for outcome in report.outcomes
     )
     return replace(report, host="", outcomes=outcomes)
 
 
-def _shared_result(result: Result | None, names: set[str]) -> Result | None:
+def _shared_result(result: Result | None) -> Result | None:
     if not isinstance(result, MachineFound):
         return result
     versions = {
-        name: _hidden(value, names)
+        name: numbers[0] or None
         for name, value in asdict(result.software).items()
-        if isinstance(value, str)
+        if isinstance(value, str) and (numbers := _VERSION.match(value))
     }
-    findings = tuple(replace(found, title="") for found in result.findings)
     return replace(
         result,
-        cpu=_hidden(result.cpu, names),
         software=replace(result.software, **versions),
-        findings=findings,
+        findings=tuple(replace(found, title="") for found in result.findings),
     )
-
-
-def _hidden(text: str, names: set[str]) -> str:
-    """Return a text without anything that looks like a path or an address, and without any of the
-    names, in capitals or not.
-
-    Args:
-        text: One that is read by people only.
-        names: Of a host, its parts too, and of users.
-    """
-    for pattern in (_QUOTED, _UUID, _ADDRESS):
-        text = pattern.sub(HIDDEN, text)
-    text = _WITH_SLASH.sub(lambda found: found[0] if _UNIT.fullmatch(found[0]) else HIDDEN, text)
-    parts = {part for name in names for part in (name, *name.partition(".")[::2])} - _COMMON
-    for name in sorted(parts, key=len, reverse=True):
-        text = re.sub(
-            rf"(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])\d*(?:\.[\w-]+)*",
-            HIDDEN,
-            text,
-            flags=re.IGNORECASE,
-        )
-    return text
-
-
-def _names_here() -> set[str]:
-    found = {os.environ.get(name, "") for name in _NAMES} | {platform.node(), Path.home().name}
-    with suppress(KeyError):  # a container's users may have no account
-        account = pwd.getpwuid(os.getuid())
-        found |= {account.pw_name, account.pw_gecos.partition(",")[0]}
-    return found

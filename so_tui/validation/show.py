@@ -1,15 +1,17 @@
-"""A report as Markdown with figures."""
+"""A report as Markdown, with a figure of its losses."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from so_tui.plan.measured import Rates
 from so_tui.plan.rates import Speed, published_speed
 from so_tui.spec.check import write_atomic
-from so_tui.svg import Bar, Curve, bars, curves
+from so_tui.svg import Curve, curves
+from so_tui.trust.text import brief_message
 from so_tui.units import memory_size, plural, significant, thousands
 from so_tui.validation import report as reports
 from so_tui.validation.report import (
@@ -17,7 +19,6 @@ from so_tui.validation.report import (
     CopyRates,
     MachineFound,
     Outcome,
-    PhaseSeconds,
     RatesFound,
     Report,
     TrainingFound,
@@ -46,32 +47,16 @@ _RATES = (
 """Fields of rates, measured and published: name, unit, and how many make one of it."""
 _BASELINE = ("gpu", "zerooffload")
 """Speeds are given as multiples of these, if they were measured."""
+_MARKUP = re.compile(r"([\\`*\[\]<>&|~#])")
+"""Characters that begin markup, other than at the start of a line."""
 
 
 def write(folder: Path, report: Report) -> Path:
-    """Write the report, and ``report.md`` with its figures, whose path is returned. Raises
+    """Write the report, and ``report.md`` with its figure, whose path is returned. Raises
     OSError.
     """
     reports.write(folder, report)
-    for name, content in _figures(report).items():
-        write_atomic(folder / name, content.encode())
-    path = folder / "report.md"
-    write_atomic(path, _markdown(report).encode())
-    return path
-
-
-def _figures(report: Report) -> dict[str, str]:
-    """Return the figures by the names of their files; none for what was not measured."""
-    found, drawn = timed(report), {}
-    if found:
-        rows = [Bar(outcome.title, (result.useful_tokens_per_s,)) for outcome, result in found]
-        drawn["tokens.svg"] = bars("useful tokens per second", ("measured",), rows, "tokens/s")
-        both = [
-            Bar(outcome.title, (result.measured.step_s, result.predicted.step_s or None))
-            for outcome, result in found
-        ]
-        drawn["steps.svg"] = bars("seconds per step", ("measured", "planned"), both, "s")
-    training = trained(report.outcomes)
+    text, training = markdown(report), trained(report.outcomes)
     # The losses of runs of many steps, or what else there is.
     if lines := [
         Curve(
@@ -83,29 +68,20 @@ def _figures(report: Report) -> dict[str, str]:
         )
         for outcome, result in [one for one in training if one[1].losses_only] or training
     ]:
-        drawn["losses.svg"] = curves("loss by step", lines)
-    for outcome in report.outcomes:
-        if isinstance(outcome.result, CopiesFound):
-            copies = [
-                Bar(
-                    f"GPU {one.gpu}, node {one.node}{', all at once' * one.all_at_once}",
-                    (one.pinned_d2h / 1e9, one.pageable_d2h / 1e9),
-                )
-                for one in outcome.result.copies
-            ]
-            drawn["copies.svg"] = bars(
-                "copies from GPU to host", ("pinned", "pageable"), copies, "GB/s"
-            )
-    return drawn
+        write_atomic(folder / "losses.svg", curves("loss by step", lines).encode())
+        text += "\n## Loss by step\n\n![losses](losses.svg)\n"
+    path = folder / "report.md"
+    write_atomic(path, text.encode())
+    return path
 
 
-def timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
+def _timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
     """Return the training parts whose speed counts."""
     return [one for one in trained(report.outcomes) if not one[1].losses_only]
 
 
-def _markdown(report: Report) -> str:
-    """Return the report's text."""
+def markdown(report: Report) -> str:
+    """Return the report's text, in which nothing that others wrote is markup."""
     published = _published(report)
     parts = [_part(outcome, published) for outcome in report.outcomes]
     sections = [
@@ -114,7 +90,6 @@ def _markdown(report: Report) -> str:
         _speeds(report),
         _agreement(report),
         _plans(report),
-        _phases(report),
         _outcomes(report),
     ]
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
@@ -122,11 +97,11 @@ def _markdown(report: Report) -> str:
 
 def _head(report: Report) -> Lines:
     most = f"at most {plural(report.gpus, 'GPU')} a run"
-    yield f"# Validation{f' of {report.host}' if report.host else ''}"
+    yield f"# Validation{f' of {_text(report.host)}' if report.host else ''}"
     yield ""
     yield (
-        f"so-tui {report.so_tui}, begun {report.begun}, {most}. Trained: {report.shape}, random "
-        "weights."
+        f"so-tui {_text(report.so_tui)}, begun {_text(report.begun)}, {most}. Trained: "
+        f"{_text(report.shape)}, random weights."
     )
     yield ""
 
@@ -137,15 +112,17 @@ def _part(outcome: Outcome, published: Speed | None) -> Lines:
             yield from [
                 "## Machine",
                 "",
-                f"{found.cpu}, {found.cores} usable hardware threads, {found.architecture}.",
+                f"{_text(found.cpu)}, {found.cores} usable hardware threads, "
+                f"{_text(found.architecture)}.",
                 "",
             ]
             for node in found.nodes:
                 yield f"- node {node.id}: {node.cores} threads, {memory_size(node.memory_bytes)}"
             for gpu in found.gpus:
-                yield f"- GPU {gpu.index}: {gpu.name}, node {gpu.numa_node}"
+                yield f"- GPU {gpu.index}: {_text(gpu.name)}, node {gpu.numa_node}"
             for one in found.findings:
-                yield f"- {one.severity}: {f'{one.title} ' if one.title else ''}(`{one.code}`)"
+                title = f"{_text(one.title)} " if one.title else ""
+                yield f"- {_text(one.severity)}: {title}({_text(one.code)})"
             yield ""
         case RatesFound() as found:
             yield from [
@@ -157,9 +134,9 @@ def _part(outcome: Outcome, published: Speed | None) -> Lines:
             ]
             yield from _table(("", "measured", "published"), list(_rates(found.rates, published)))
         case CopiesFound() as found:
-            yield from ["## Copies, GB/s", "", "![copies](copies.svg)", ""]
+            yield from ["## Copies, GB/s", ""]
             ways = CopyRates.__struct_fields__[3:]
-            names = [name.replace("_", " ") for name in ways[:-1]]
+            names = [name.replace("_", " ") for name in ways]
             rows = [
                 (
                     f"{one.gpu}{', all at once' * one.all_at_once}",
@@ -168,7 +145,7 @@ def _part(outcome: Outcome, published: Speed | None) -> Lines:
                 )
                 for one in found.copies
             ]
-            yield from _table(("GPU", "node", *names, "both ways, each"), rows)
+            yield from _table(("GPU", "node", *names), rows)
 
 
 def _published(report: Report) -> Speed | None:
@@ -197,8 +174,6 @@ def _figures_of(
     for cores, rate in rates.adam:
         assumed = published.adam_bytes_per_s(cores, 1) if published else None
         yield f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, *_GIGABYTES
-    for node, rate in rates.adam_remote:
-        yield f"CPU Adam with its states on node {node}", rate, None, *_GIGABYTES
     for ranks, rate in rates.adam_together:
         yield f"CPU Adam of each of {ranks} ranks together", rate, None, *_GIGABYTES
     for node, rate in rates.node_bytes_per_s:
@@ -218,38 +193,30 @@ def _figures_of(
                 yield name, getattr(at, way), getattr(assumed_at, way, None), "TFLOPS", 1e12
 
 
-def speed_cells(result: TrainingFound) -> dict[str, str]:
-    """Return the speeds of a part in words, by the headings of their columns."""
-    measured, planned_s = result.measured, result.predicted.step_s
-    return {
-        "GPUs": str(result.ranks),
-        "s/step": significant(measured.step_s),
-        "planned": significant(planned_s) if planned_s else "·",
-        "tokens/s": thousands(round(result.useful_tokens_per_s)),
-        "TFLOPS a GPU": significant(result.model_tflops_per_gpu),
-        "TFLOPS by DeepSpeed's example": significant(result.example_tflops),
-    }
-
-
 def _speeds(report: Report) -> Lines:
-    found = timed(report)
+    found = _timed(report)
     if not found:
         return
     known = {outcome.key: (outcome.title, result.useful_tokens_per_s) for outcome, result in found}
     bases = [known[key] for key in _BASELINE if key in known]
-    yield from ["## Training", "", "![tokens per second](tokens.svg)", ""]
-    rows = []
-    for outcome, result in found:
-        cells = {"": outcome.title} | speed_cells(result)
-        del cells["planned"]  # it has a table of its own
-        multiples = {
-            f"× {title}": f"{result.useful_tokens_per_s / rate:.2f}" for title, rate in bases
-        }
-        rows.append(cells | multiples)
-    yield from _table([*rows[0]], [[*row.values()] for row in rows])
+    yield from ["## Training", ""]
+    headings = ("", "GPUs", "s/step", "tokens/s", "TFLOPS a GPU", "TFLOPS by DeepSpeed's example")
+    rows = [
+        (
+            outcome.title,
+            str(result.ranks),
+            significant(result.measured.step_s),
+            thousands(round(result.useful_tokens_per_s)),
+            significant(result.model_tflops_per_gpu),
+            significant(result.example_tflops),
+            *(f"{result.useful_tokens_per_s / rate:.2f}" for _, rate in bases),
+        )
+        for outcome, result in found
+    ]
+    yield from _table((*headings, *(f"× {title}" for title, _ in bases)), rows)
     waited = [
-        f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the norm "
-        "of all gradients"
+        f"- {_text(outcome.title)}: {result.held_back_steps} of {result.steps} steps waited for "
+        "the norm of all gradients"
         for outcome, result in found
         if result.clipping
         and result.held_back_steps
@@ -260,41 +227,27 @@ def _speeds(report: Report) -> Lines:
 
 
 def _agreement(report: Report) -> Lines:
-    if not trained(report.outcomes):
-        return
-    yield from ["## Losses", "", "![losses](losses.svg)", ""]
-    rows = [
-        (title, reference, steps, differ or "a loss is not finite")
-        for title, reference, steps, differ in agreement_rows(report)
-    ]
-    if rows:
-        yield from _table(("", "compared with", "steps", "largest difference at a step"), rows)
-
-
-def agreement_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return for each part that can be compared its title, that of the other one, the steps, and
-    the largest difference; empty if a loss is not finite.
-    """
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
-    return [
+    rows = [
         (
             titles.get(one.key, one.key),
             titles.get(one.reference, one.reference),
             str(len(one.by_step)),
-            "" if one.largest is None else f"{100 * one.largest:.3f} %",
+            "a loss is not finite" if one.largest is None else f"{100 * one.largest:.3f} %",
         )
         for one in report.agreement
     ]
+    if rows:
+        yield from ["## Losses", ""]
+        yield from _table(("", "compared with", "steps", "largest difference at a step"), rows)
 
 
 def _plans(report: Report) -> Lines:
-    found = timed(report)
+    found = _timed(report)
     if not found:
         return
     yield from [
         "## Plan beside measurement",
-        "",
-        "![seconds per step](steps.svg)",
         "",
         "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later "
         "plans of this model also use what the bound",
@@ -314,36 +267,23 @@ def _plans(report: Report) -> Lines:
     yield from _table(("", *_TERMS.values()), rows)
 
 
-def _phases(report: Report) -> Lines:
-    names, rows = PhaseSeconds.__struct_fields__, []
-    for outcome, result in trained(report.outcomes):
-        if result.phases is not None:
-            seconds = [getattr(result.phases, name) for name in names]
-            rows.append((outcome.title, *(f"{each:.1f}" for each in (*seconds, sum(seconds)))))
-    if not rows:
-        return
-    yield from [
-        "## Where the time went",
-        "",
-        "Seconds of each part, from its planning until nothing of its run was left.",
-        "",
-    ]
-    yield from _table(
-        ("", *(name.removesuffix("_s").replace("_", " ") for name in names), "all"), rows
-    )
-
-
 def _outcomes(report: Report) -> Lines:
     rest = [outcome for outcome in report.outcomes if outcome.state != "measured"]
     if rest:
         yield from ["## Not measured", ""]
     for outcome in rest:
         reason = f": {outcome.reason}" if outcome.reason else ""
-        yield f"- {outcome.title}: {outcome.state}{reason}"
+        yield f"- {_text(f'{outcome.title}: {outcome.state}{reason}')}"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
-    yield "| " + " | ".join(headings) + " |"
-    yield "|" + "---|" * len(headings)
-    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    for index, row in enumerate((headings, *rows)):
+        yield "| " + " | ".join(map(_text, row)) + " |"
+        if index == 0:
+            yield "|" + "---|" * len(headings)
     yield ""
+
+
+def _text(text: str) -> str:
+    """Return a text as a line of Markdown in which nothing is markup."""
+    return _MARKUP.sub(r"\\\1", brief_message(text))

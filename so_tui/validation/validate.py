@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui import __version__
-from so_tui.doctor import Finding, findings
+from so_tui.doctor import findings
 from so_tui.folders import probes_dir
 from so_tui.launch.helper import Cancel, stream_tool
 from so_tui.launch.helper_jobs import measure_alone, measure_rates
@@ -54,7 +53,6 @@ from so_tui.validation.report import (
     CopyRates,
     MachineFound,
     Outcome,
-    PhaseSeconds,
     Placed,
     RatesFound,
     Report,
@@ -253,23 +251,9 @@ def _measurement(key: str, title: str, estimate_s: float, measure: Measure) -> _
 
 
 def _machine(
-    machine: Machine, folder: Path, _tell: Callable[[str], None], limit_s: float
+    machine: Machine, folder: Path, _tell: Callable[[str], None], _limit_s: float
 ) -> MachineFound:
-    """Look in a thread, which is left behind if a file system or a driver never answers."""
-    answer: Future[Sequence[Finding]] = Future()
-
-    def look() -> None:
-        try:
-            answer.set_result(findings(machine, None, checkpoints=folder))
-        except Exception as error:  # noqa: BLE001 - raised where the answer is asked for
-            answer.set_exception(error)
-
-    threading.Thread(target=look, name="doctor", daemon=True).start()
-    try:
-        found = answer.result(limit_s)
-    except FutureTimeout as error:
-        raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
-    return machine_found(machine, found)
+    return machine_found(machine, findings(machine, None, checkpoints=folder))
 
 
 def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> RatesFound:
@@ -279,43 +263,6 @@ def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> Rat
 def _copies(machine: Machine, tell: Callable[[str], None], limit_s: float) -> CopiesFound:
     answer = measure_alone("copies", machine, "validate", tell, limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
-
-
-# Where the time of a training part went, from the records and the state of its run. Pure.
-
-
-_STAGES = {
-    **{name: name for name in ("imports", "ranks", "data", "weights", "optimizer")},
-    "training": "first_step",
-}
-"""Names of phases and of their stages here."""
-
-
-def _phase_seconds(
-    records: Sequence[MetricRecord], begun: float, started: float, ended: float, over: float
-) -> PhaseSeconds:
-    """Return the seconds of each phase of a run; 0 for one that it did not record. Times are in
-    seconds since the epoch.
-
-    Args:
-        records: All records of the run.
-        begun: When its planning began.
-        started: When its supervisor took over.
-        ended: When the last of its processes had ended.
-        over: When nothing was left of it.
-    """
-    steps = [record.time for record in records if isinstance(record, StepRecord)] or [ended]
-    begins = {"preparation": begun, "launcher": started}
-    for record in records:
-        if isinstance(record, PhaseRecord) and (name := _STAGES.get(record.stage or record.phase)):
-            begins.setdefault(name, record.time)
-    begins |= {"steps": steps[0], "end": steps[-1], "cleaning": ended}
-    ends = [*begins.values(), over][1:]
-    lengths = {
-        f"{name}_s": max(0.0, end - begin)
-        for (name, begin), end in zip(begins.items(), ends, strict=True)
-    }
-    return PhaseSeconds(**(dict.fromkeys(PhaseSeconds.__struct_fields__, 0.0) | lengths))
 
 
 # Training parts of a validation: short runs of one shape in different settings, beside what is
@@ -593,7 +540,6 @@ def _measure(
         cpu_adam.wait(limit_s)
     elif part.losses_only:
         _ = cpu_adam.compiled
-    begun = time.time()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
     spec = probe_spec(_spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = _placed(make_plan(spec, usable), usable, part.placed)
@@ -612,8 +558,6 @@ def _measure(
         calibration.store(machine, probe=found)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
         delete_run(ran.run)
-    over = time.time()
-    started, ended = ran.state.attempt_started or begun, ran.state.ended or over
     seconds = sum(step.step_s for step in counted)
 
     def mean_of(name: str) -> float:
@@ -635,7 +579,6 @@ def _measure(
         example_tflops=mean_of("seed_tflops_total"),
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in ran.steps),
         losses_only=part.losses_only,
-        phases=_phase_seconds(ran.records, begun, started, ended, over),
     )
 
 

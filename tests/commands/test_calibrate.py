@@ -4,22 +4,25 @@ sizes.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
 from so_tui.spec import SoTuiError
+from so_tui.trust.decoding import Tree
 from so_tui_trainer.model.attention import Kernels
-from so_tui_trainer.tools import calibrate
+from so_tui_trainer.tools import calibrate, copies
 from so_tui_trainer.tools.calibrate import _rank_counts
 from so_tui_trainer.tools.gpu_rates import _attention_rates
 from tests.support.attention import plain_backward, plain_forward
@@ -44,7 +47,7 @@ def test_bandwidth_is_the_best_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     test can bring about.
     """
 
-    def adam(cpus: list[int], _scale: float) -> dict[str, float]:
+    def adam(cpus: list[int]) -> dict[str, float]:
         return {"step_bytes_per_s": 150e9 - 1e9 * len(cpus), "accumulate_bytes_per_s": 1e9}
 
     monkeypatch.setattr(calibrate, "_adam", adam)
@@ -53,38 +56,72 @@ def test_bandwidth_is_the_best_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["rates"]["node_bytes_per_s"] == [(0, 149e9), (1, 118e9)]
 
 
-def pretended(*rank_cpus: list[int]) -> dict[str, Any]:
-    """Return a small measurement with GPUs whose ranks run on these cores."""
-    gpus = [{"index": index, "cpus": [], "rank_cpus": cpus} for index, cpus in enumerate(rank_cpus)]
-    nodes = _request_of(inspect_machine())["nodes"][:1]
-    return {"nodes": nodes, "gpus": [], "scale": 0.01, "pretend_gpus": gpus}
+SMALL = """
+import json, sys
+from so_tui_trainer.tools import gpu_rates
+gpu_rates.TOKENS, gpu_rates.SHAPES, gpu_rates.PACKS = 64, ((32, 64),), {16: 2}
+gpu_rates.COPY_BYTES = gpu_rates.ALL_GATHER_BYTES = 2**20
+gpu_rates.ROUNDS = 8
+gpu_rates.main(json.loads(sys.argv[1]), "cpu")
+"""
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """Let small measurements on the CPU stand for those of GPUs. Return a request without GPUs."""
+
+    def start(request: Tree, _gpu: int, **environment: str) -> Popen[str]:
+        small = json.dumps(request | {"seconds": 0.004})
+        return calibrate._start([sys.executable, "-c", SMALL, small], os.environ | environment)
+
+    for tool in (calibrate, copies):
+        monkeypatch.setattr(tool, "start_gpu", start)
+    monkeypatch.setattr(calibrate, "_ADAM_PARAMETERS", 640_000)
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.004)
+    return {"nodes": _request_of(inspect_machine())["nodes"][:1]}
+
+
+def with_ranks(*rank_cpus: list[int]) -> list[Tree]:
+    """Return GPUs whose ranks run on these cores."""
+    return [{"index": index, "cpus": [], "rank_cpus": cpus} for index, cpus in enumerate(rank_cpus)]
 
 
 @pytest.mark.slow
-def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
-    request = pretended([], [])
-    *_, last = stream_tool("calibrate", request)
+def test_the_gpus_part_measures_every_rate_and_the_links_between(pretended: Tree) -> None:
+    *_, last = calibrate._work(pretended | {"gpus": with_ranks([], [])})
     rates = last["rates"]
     names = "matrix_flops,hbm_bytes_per_s,down_bytes_per_s,up_bytes_per_s,peer_bytes_per_s"
     assert all(rates[name] > 1e6 for name in names.split(","))
-    assert len(rates["both_ways_bytes_per_s"]) == 2
     assert 1e-6 < rates["small_layer_s"] < 1
     ((ranks, together_s),) = rates["small_layer_together"]
     assert (ranks, 1e-6 < together_s < 1) == (2, True)
-    if len(request["nodes"][0]["cpus"]) > 1:  # two ranks share the node
+    if len(pretended["nodes"][0]["cpus"]) > 1:  # two ranks share the node
         ((ranks, each),) = rates["adam_together"]
         assert (ranks, 1e8 < each < 1e13) == (2, True)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
+def test_a_rank_that_fails_is_not_waited_for_by_the_others(pretended: Tree) -> None:
     """One of two ranks is to run on a core that does not exist; the other would wait for it until a
     minute was over.
     """
     started = time.monotonic()
     with pytest.raises(SoTuiError, match="a measurement failed: OSError"):
-        list(stream_tool("calibrate", pretended([], [99_999])))
+        list(calibrate._work(pretended | {"gpus": with_ranks([], [99_999])}))
     assert time.monotonic() - started < 58
+
+
+@pytest.mark.slow
+def test_copies_are_measured_between_every_gpu_and_node(pretended: Tree) -> None:
+    node = pretended["nodes"][0]["id"]
+    gpus = [{"index": 0, "node": node}, {"index": 1, "node": None}]
+    *told, last = copies._work(pretended | {"gpus": gpus})
+    found = [(one["gpu"], one["all_at_once"]) for one in last["copies"]]
+    assert found == [(0, False), (1, False), (0, True), (1, True)]
+    rates = [rate for one in last["copies"] for name, rate in one.items() if "2" in name]
+    assert len(rates) == 16
+    assert min(rates) > 1e6
+    assert len(told) == 3
 
 
 def test_ranks_of_the_first_node_are_measured_at_once() -> None:
@@ -110,7 +147,7 @@ def test_ranks_are_measured_on_their_cores() -> None:
     assert [gpu["rank_cpus"] for gpu in _request_of(nowhere)["gpus"]] == [[], []]
 
 
-def test_attention_is_measured_within_documents() -> None:
+def test_attention_is_measured_within_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are plain ones, since those of the backends need a GPU."""
     calls = []
 
@@ -119,22 +156,11 @@ def test_attention_is_measured_within_documents() -> None:
         calls.append(run)
         return 0.5
 
+    monkeypatch.setattr("so_tui_trainer.tools.gpu_rates.PACKS", {16: 4, 65: 1})
     ((_, found),) = _attention_rates(
-        {"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds, 0.001
+        {"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds
     )
     assert len(calls) == 2 * len(found)
     longest, forward, backward = found[-1]
     assert (longest, forward) == (65, 4.0 * 32 * 128 * 65 * 65 / 2 / 0.5)
     assert backward == 2.5 * forward
-
-
-@pytest.mark.slow
-def test_adam_is_measured_with_its_states_on_every_other_node() -> None:
-    """A second node is pretended, whose memory is the first one's; a third one has none."""
-    (node, *_) = _request_of(inspect_machine())["nodes"]
-    others = [{"id": node["id"], "cpus": node["cpus"]}, {"id": 1000, "cpus": node["cpus"]}]
-    *told, last = stream_tool("calibrate", {"nodes": [node, *others], "gpus": [], "scale": 0.01})
-    ((memory, rate),) = last["rates"]["adam_remote"]
-    assert memory == node["id"]
-    assert 1e8 < rate < 1e13
-    assert any("on node 1000: cannot set" in answer["message"] for answer in told)

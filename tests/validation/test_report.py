@@ -1,30 +1,30 @@
-"""Reports are read as text and figures, and the shared form names nobody."""
+"""Reports are read as text and a figure, and the shared form names nobody."""
 
 from __future__ import annotations
 
-import getpass
-import socket
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from msgspec.structs import asdict, replace
+from markdown_it import MarkdownIt
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from so_tui.doctor import Finding
-from so_tui.launch.helper import stream_tool
-from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
+from so_tui.machine.types import Software
 from so_tui.plan.measured import Figures
-from so_tui.runs.records import MetricRecord, PhaseRecord
 from so_tui.validation import report as reports
 from so_tui.validation import show
-from so_tui.validation.show import _markdown
-from so_tui.validation.validate import _phase_seconds, validate
-from tests.support.records import step_record
+from so_tui.validation.report import Report
+from so_tui.validation.show import markdown
+from so_tui.validation.validate import validate
 from tests.support.schemas import valid
 from tests.validation.test_runner import EMPTY
 
+MARKUP = "a | `b` [c](d) ![e](f) <b> *g* &amp; \x1b[2J\n# h"
 FIGURES = Figures(
     step_s=2.0,
     forward_s=0.5,
@@ -55,7 +55,7 @@ def trained(
     return measured(key, replace(result, **others), f"<{key}> & more")
 
 
-RATE_NAMES = ("pinned_d2h", "pinned_h2d", "pageable_d2h", "pageable_h2d", "both_ways")
+RATE_NAMES = ("pinned_d2h", "pinned_h2d", "pageable_d2h", "pageable_h2d")
 COPIES = reports.CopyRates(node=0, gpu=0, all_at_once=False, **dict.fromkeys(RATE_NAMES, 3e11))
 
 
@@ -97,75 +97,78 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     assert (found.by_step, found.largest) == ((0.0, None), None)
 
 
-def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
+def test_the_text_has_every_part_and_the_figure_is_xml(tmp_path: Path) -> None:
     text = show.write(tmp_path, REPORT).read_text()
-    for name in ("tokens.svg", "steps.svg", "losses.svg", "copies.svg"):
-        assert f"({name})" in text
-        drawn = " ".join(ElementTree.parse(tmp_path / name).getroot().itertext())
-        assert "<gpu> & more" in drawn or name == "copies.svg"
+    assert "![losses](losses.svg)" in text
+    drawn = " ".join(ElementTree.parse(tmp_path / "losses.svg").getroot().itertext())
+    assert "<gpu> & more" in drawn
+    assert "8,000" in text
     assert "2.00 / 1.90" in text
     assert "another: left-out: takes about 99 s" in text
-    assert show._figures(EMPTY) == {}
+    assert "losses" not in show.write(tmp_path, EMPTY).read_text()
 
 
-def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
-    home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
-    title = f"{host.upper()}: {home}/.cache is full, says {user}@{host}"
-    found = reports.machine_found(inspect_machine(), (Finding("a", "note", title, "", "", ""),))
-    software = replace(found.software, compiler=f"c++ (built in {home}/gcc) 12")
-    reason = f"`so-tui logs {home}/.local/state/x` shows; alps says no"
-    failed = reports.Outcome(key="b", title="b", estimate_s=1, state="failed", reason=reason)
+def test_nothing_that_others_wrote_is_markup() -> None:
+    found = reports.machine_found(inspect_machine(), (Finding("a", "note", MARKUP, "", "", ""),))
+    outcomes = [measured("m", replace(found, cpu=MARKUP))]
+    outcomes += [replace(trained(key, (8.0,)), title=MARKUP) for key in ("gpu", "ours")]
+    outcomes.append(replace(REPORT.outcomes[-1], title=MARKUP, reason=MARKUP))
+    report = replace(EMPTY, host=MARKUP, outcomes=tuple(outcomes))
+    text = markdown(replace(report, agreement=reports._agreement_of(outcomes)))
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert {token.type for token in inline} == {"text", "softbreak"}
+    shown = [child.content for child in inline if "`b`" in child.content]
+    assert len(shown) == 11
+    assert all("[c](d) ![e](f) <b> *g* &amp; \\x1b[2J # h" in text for text in shown)
+
+
+TEXTS = {
+    "Report": {"so_tui", "begun", "host", "shape"},
+    "Outcome": {"key", "title", "reason"},
+    "LossAgreement": {"key", "reference"},
+    "MachineFound": {"cpu", "architecture"},
+    "ReportedGpu": {"name"},
+    "Software": {field.name for field in fields(Software) if "str" in str(field.type)},
+    "Found": {"code", "severity", "title"},
+    "Rates": {"measured"},
+    "TrainingFound": {"settings"},
+}
+"""Fields of reports that hold texts. Before you add one: so-tui's own words and names of products
+may be shared, anything else must be left out by ``shared``.
+"""
+
+
+def types_in(kind: Any) -> Iterator[Any]:
+    yield kind
+    if get_origin(kind) is not Literal:
+        for argument in get_args(kind):
+            yield from types_in(argument)
+
+
+def texts_in(kind: type[Struct]) -> Iterator[tuple[str, str]]:
+    for field in fields(kind):
+        for found in types_in(field.type):
+            if found is str:
+                yield kind.__name__, field.name
+            elif isinstance(found, type) and issubclass(found, Struct):
+                yield from texts_in(found)
+
+
+def test_a_shared_report_has_no_text_of_others() -> None:
+    assert set(texts_in(Report)) == {(kind, name) for kind in TEXTS for name in TEXTS[kind]}
+    found = reports.machine_found(inspect_machine(), (Finding("a", "note", "alps", "", "", ""),))
+    versions = dict.fromkeys(TEXTS["Software"], "2.1.0+alps") | {"compiler": "alps"}
+    software = replace(Software(numactl_works=True), **versions)
+    failed = reports.Outcome(key="b", title="b", estimate_s=1, state="failed", reason="alps")
     outcomes = (measured("m", replace(found, software=software)), failed)
     nameless = reports.shared(replace(EMPTY, outcomes=outcomes))
-    text = reports._encoded(nameless).decode() + show._markdown(nameless)
-    names = [home, "alps", *([user] if user != "root" else [])]
-    assert not [name for name in names if name in text]
-    assert "- note: (`a`)" in text
-    assert f"{reports.HIDDEN} shows; {reports.HIDDEN} says no" in text
-    assert f"c++ (built in {reports.HIDDEN} 12" in text
-
-
-NAMING = (
-    "Alps.cscs.example refused",
-    "on ALPS01, alps-2 and alps_3.cscs.example",
-    "/scratch/alice",
-    "~alice/runs and ~/alps/x and ../alps",
-    "open('/data/my alps folder/x') failed",
-    "`so-tui logs /a b/alps c/d`",
-    "file:///home/alice/x?y=alps and https://alps:1234/x",
-    "PATH=/opt/alps:/usr/bin",
-    "/a=b,alps/größe",
-    "alice@mail.example wrote",
-    "user_alice and alice's and ALICE",
-    "Alice Example did",
-    "10.0.17.3:29500 and fe80::1:2 and ::1",
-    "GPU-01b9bd69-6109-7d25-5094-d38997c81eb0 is busy",
-)
-
-
-@pytest.mark.parametrize("text", NAMING)
-def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
-    left = reports._hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
-    names = ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
-    assert not [name for name in names if name in left]
-
-
-def test_what_names_nobody_is_left() -> None:
-    text = "takes about 57 s, and 9 s were left: 45.2 GB/s, 0.3 s/step (exit code 1) of alpsee"
-    assert reports._hidden(text, {"alps", "al", "", "root", "localhost"}) == text
-
-
-@pytest.mark.slow
-def test_copies_are_measured_between_every_gpu_and_node() -> None:
-    """The GPU's part runs the same code on small sizes, on the CPU."""
-    nodes = _request_of(inspect_machine())["nodes"][:1]
-    gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
-    asked = {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}
-    *told, last = stream_tool("copies", asked)
-    found = [(one["gpu"], one["all_at_once"]) for one in last["copies"]]
-    assert found == [(0, False), (1, False), (0, True), (1, True)]
-    assert all(one[rate] > 1e6 for one in last["copies"] for rate in RATE_NAMES)
-    assert len(told) == 3
+    assert "alps" not in reports._encoded(nameless).decode() + markdown(nameless)
+    assert "- note: (a)" in markdown(nameless)
+    left = nameless.outcomes[0].result
+    assert isinstance(left, reports.MachineFound)
+    assert (left.software.torch, left.software.compiler) == ("2.1.0", None)
+    assert left.software.numactl_works
 
 
 @pytest.mark.slow
@@ -189,42 +192,3 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     for one in report.agreement:
         assert one.largest is not None
         assert one.largest < 0.02
-
-
-def phase(time: float, phase: str, stage: str = "") -> PhaseRecord:
-    return PhaseRecord(attempt=1, time=time, phase=phase, stage=stage)  # type: ignore[arg-type]
-
-
-LOADED = {"imports": 5.0, "ranks": 8.0, "data": 9.0, "weights": 9.5, "optimizer": 12.0}
-RECORDS: tuple[MetricRecord, ...] = (
-    *(phase(time, "loading", stage) for stage, time in LOADED.items()),
-    phase(12.5, "loading", "weights"),  # once more
-    phase(13.0, "training"),
-    *(step_record(step, time=14.0 + step) for step in (1, 2)),
-    phase(17.0, "training"),
-    step_record(3, time=18.0),
-    phase(18.1, "saving"),
-)
-SECONDS = (1.0, 4.0, 3.0, 1.0, 0.5, 2.5, 1.0, 2.0, 3.0, 2.0, 0.5)
-PHASES = reports.PhaseSeconds(
-    **dict(zip(reports.PhaseSeconds.__struct_fields__, SECONDS, strict=True))
-)
-
-
-def test_every_second_belongs_to_a_phase() -> None:
-    found = _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
-    assert asdict(found) == pytest.approx(asdict(PHASES))
-    # What an older trainer did not record took no time.
-    older = _phase_seconds(RECORDS[1:], begun=0.0, started=1.0, ended=20.0, over=20.0)
-    assert (older.launcher_s, older.imports_s, older.ranks_s) == (7.0, 0.0, 1.0)
-    no_steps = asdict(_phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0))
-    spent = {name: seconds for name, seconds in no_steps.items() if seconds}
-    assert spent == {"preparation_s": 1.0, "launcher_s": 3.0, "cleaning_s": 1.0}
-
-
-def test_a_report_shows_them_in_one_row_a_part() -> None:
-    report = REPORT.with_outcome(trained("gpu", (8.0,), phases=PHASES))
-    table = _markdown(report).partition("## Where the time went")[2].splitlines()
-    rows = [line for line in table if line.startswith("| <")]
-    assert rows == [f"| <gpu> & more | {' | '.join(map(str, SECONDS))} | 20.5 |"]
-    assert "Where the time went" not in _markdown(REPORT)

@@ -2,12 +2,9 @@
 measurement, then the figures.
 
 Request: ``nodes`` [{"id", "cpus"}] (cores that this process may use), ``gpus`` [{"index", "cpus",
-"rank_cpus"}] (the cores near the GPU,
-    and
-those of its rank when all GPUs train), ``scale`` (share of the real sizes; below 1 only in tests)
-and, for tests without GPUs, ``pretend_gpus`` (measured on the CPU). Answers: ``{"message"}`` lines,
-then ``{"rates", "done": true}`` with the fields of ``so_tui.plan.measured.Rates``.
-GPUs are numbered as by NVML.
+"rank_cpus"}] (the cores near the GPU, and those of its rank when all GPUs train). Answers:
+``{"message"}`` lines, then ``{"rates", "done": true}`` with the fields of
+``so_tui.plan.measured.Rates``. GPUs are numbered as by NVML.
 """
 
 from __future__ import annotations
@@ -28,10 +25,8 @@ from typing import Any
 
 import psutil
 
-from so_tui.plan.plan import MemoryPolicy
 from so_tui.spec import SoTuiError
 from so_tui.units import thousands
-from so_tui_trainer.binding import set_memory_policy
 from so_tui_trainer.tools.channel import Answer, serve
 
 Fields = dict[str, Any]
@@ -55,21 +50,18 @@ def _work(request: Answer) -> Iterator[Answer]:
         Messages, then the rates.
     """
     begun = time.monotonic()
-    scale = float(request.get("scale", 1.0))
     rates: Fields = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     yield {"message": "compiling the CPU Adam kernel, unless it is cached"}
-    gpus, device = request["gpus"], "cuda:0"
-    if not gpus:
-        gpus, device = request.get("pretend_gpus", []), "cpu"
-    on_gpus = _gpus(gpus, device, scale) if gpus else ()
-    for answer in chain(_cpu(request["nodes"], gpus, scale), on_gpus):
+    gpus = request["gpus"]
+    on_gpus = _gpus(gpus) if gpus else ()
+    for answer in chain(_cpu(request["nodes"], gpus), on_gpus):
         rates |= answer.pop("rates", {})
         yield answer
     rates["seconds"] = round(time.monotonic() - begun, 1)
     yield {"rates": rates, "done": True}
 
 
-def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Iterator[Answer]:
+def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> Iterator[Answer]:
     """Measure Adam on growing numbers of cores, on every node, and by several ranks together."""
     points: Points = []
     together: Points = []
@@ -83,7 +75,7 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
         shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if has_curve else (0.5, 1)
         rounded = round if has_curve else math.ceil
         for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
-            found = _adam(cpus[:count], scale)
+            found = _adam(cpus[:count])
             best = max(best, *found.values())
             fastest_step = max(fastest_step, found["step_bytes_per_s"])
             if has_curve:
@@ -98,16 +90,11 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
                 )
             }
         bandwidth.append((node["id"], best))
-    remote: Points = []
-    for node in nodes[1:]:
-        message, rate = _adam_on(node["id"], nodes[0], scale)
-        remote += [(node["id"], rate)] if rate else []
-        yield {"message": message}
     for ranks in _rank_counts(nodes, gpus):
         cpus = nodes[0]["cpus"]
         share = len(cpus) // ranks
         slowest = slowest_together(
-            [cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale
+            [cpus[rank * share : (rank + 1) * share] for rank in range(ranks)]
         )
         together.append((ranks, slowest))
         yield {
@@ -118,30 +105,10 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
         }
     rates = {
         "adam": points,
-        "adam_remote": remote,
         "adam_together": together,
         "node_bytes_per_s": bandwidth,
     }
     yield {"message": "CPU measured", "rates": rates}
-
-
-def _adam_on(memory: int, node: Fields, scale: float) -> tuple[str, float | None]:
-    """Measure Adam on a node's cores while its states lie in the memory of another one. Return it
-    in words, and None where that fails.
-    """
-    where = f"node {node['id']}: CPU Adam with its states on node {memory}"
-    problems = set_memory_policy(
-        MemoryPolicy(mode="bind", nodes=(memory,))
-    )  # the process that measures inherits it
-    if problems:
-        return f"{where}: {'; '.join(problems)}", None
-    try:
-        rate = _adam(node["cpus"], scale)["step_bytes_per_s"]
-    except SoTuiError as error:
-        return f"{where}: {error}", None
-    finally:
-        set_memory_policy(MemoryPolicy(mode="default"))
-    return f"{where}: {rate / 1e9:.1f} GB/s", rate
 
 
 def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, ...]:
@@ -159,36 +126,34 @@ def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
 
 
-def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
-    return _finish(_start_adam(cpus, scale))
+def _adam(cpus: Sequence[int]) -> dict[str, float]:
+    return _finish(_start_adam(cpus))
 
 
-def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> float:
+def slowest_together(shares: Sequence[Sequence[int]]) -> float:
     """Run several workers together, each on cores of its own.
 
     Args:
         shares: The cores of each worker.
-        scale: Share of the real sizes.
 
     Returns:
         Bytes per second of the slowest.
     """
-    answers = finish_all([_start_adam(cpus, scale, together=len(shares)) for cpus in shares])
+    answers = finish_all([_start_adam(cpus, together=len(shares)) for cpus in shares])
     return min(float(answer["step_bytes_per_s"]) for answer in answers)
 
 
-def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
+def _start_adam(cpus: Sequence[int], together: int = 1) -> subprocess.Popen[str]:
     from superoffload import kernel, worker
 
     free = psutil.virtual_memory().free
-    parameters = int(min(_ADAM_PARAMETERS * scale, free / 8 / _ADAM_BYTES / together))
+    parameters = int(min(_ADAM_PARAMETERS, free / 8 / _ADAM_BYTES / together))
     request: Fields = {
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
-        "seconds": _SECONDS
-        * scale
-        * (2 if together > 1 else 1),  # Longer, so that all of them overlap for most of it.
+        # Longer, so that all of them overlap for most of it.
+        "seconds": _SECONDS * (2 if together > 1 else 1),
     }
     script = Path(__file__).with_name("adam_rate.py")
     environment = {
@@ -203,10 +168,10 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
         )
 
 
-def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]:
+def _gpus(gpus: Sequence[Fields]) -> Iterator[Answer]:
     """Measure the first GPU by itself, then all GPUs together."""
     first = gpus[0]
-    request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
+    request = {"cpus": first["cpus"], "seconds": _SECONDS}
     rates = _finish(start_gpu(request, first["index"]))
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {

@@ -1,8 +1,7 @@
 """Measure copies between each GPU and the memory of each NUMA node, alone and all GPUs at once.
 
 Request: ``nodes`` [{"id", "cpus"}], ``gpus`` [{"index", "node"}] (the nearest node; None where that
-is not known), ``scale`` (share of the real sizes; below 1 only in tests), ``device`` ("cpu" in
-tests without GPUs). Answers: ``{"message"}`` lines, then ``{"copies", "done": true}`` with the
+is not known). Answers: ``{"message"}`` lines, then ``{"copies", "done": true}`` with the
 fields of ``so_tui.validation.report.CopyRates``. GPUs are numbered as by NVML.
 """
 
@@ -23,7 +22,7 @@ def _work(request: Answer) -> Iterator[Answer]:
     nodes, gpus, found = request["nodes"], request["gpus"], []
     for gpu in gpus:
         for node in nodes:
-            found += _together([(gpu["index"], node)], request)
+            found += _together([(gpu["index"], node)])
             yield {
                 "message": (
                     f"GPU {gpu['index']} and node {node['id']}: "
@@ -32,9 +31,7 @@ def _work(request: Answer) -> Iterator[Answer]:
             }
     if len(gpus) > 1:
         near = {node["id"]: node for node in nodes}
-        found += _together(
-            [(gpu["index"], near.get(gpu["node"], nodes[0])) for gpu in gpus], request
-        )
+        found += _together([(gpu["index"], near.get(gpu["node"], nodes[0])) for gpu in gpus])
         yield {
             "message": (
                 f"all {len(gpus)} GPUs at once: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h each"
@@ -43,14 +40,8 @@ def _work(request: Answer) -> Iterator[Answer]:
     yield {"copies": found, "done": True}
 
 
-def _together(pairs: list[tuple[int, Answer]], request: Answer) -> list[Answer]:
-    scale = float(request.get("scale", 1.0))
-    shared = {
-        "device": request.get("device", "cuda:0"),
-        "seconds": _SECONDS * scale,
-        "scale": scale,
-        "copies": True,
-    }
+def _together(pairs: list[tuple[int, Answer]]) -> list[Answer]:
+    shared = {"seconds": _SECONDS, "copies": True}
     children = [start_gpu(shared | {"cpus": node["cpus"]}, index) for index, node in pairs]
     return [
         {
@@ -61,7 +52,6 @@ def _together(pairs: list[tuple[int, Answer]], request: Answer) -> list[Answer]:
             "pinned_h2d": answer["up_bytes_per_s"],
             "pageable_d2h": answer["pageable_d2h_bytes_per_s"],
             "pageable_h2d": answer["pageable_h2d_bytes_per_s"],
-            "both_ways": answer["both_ways_bytes_per_s"][0],
         }
         for (index, node), answer in zip(pairs, finish_all(children), strict=True)
     ]

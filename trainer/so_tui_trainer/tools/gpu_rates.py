@@ -1,11 +1,10 @@
 """Measure one GPU, or several together, in a process of its own:
 ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
-Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this
-process runs), ``seconds`` per measurement, ``scale`` (1 for real sizes), ``copies`` or
-``attention`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and ``store`` it measures
-several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks.
-Prints one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, as a test.
+Request (JSON): ``cpus`` (near the GPU; pinned memory is allocated where this process runs),
+``seconds`` per measurement, ``copies`` or ``attention`` (measure nothing else). With ``rank``,
+``ranks``, ``counts`` and ``store`` it measures several ranks together: an all-gather, and the layer
+launch overhead of the first ``counts`` ranks. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ Seconds = Callable[[Callable[[], object]], float]
 """Measures how long a call takes on the device."""
 
 
-def main(request: Fields) -> None:
-    """Measure and print the answer."""
+def main(request: Fields, where: str = "cuda:0") -> None:
+    """Measure a device of torch and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
     alone = (
@@ -61,7 +60,7 @@ def main(request: Fields) -> None:
     measure = next((measure for name, measure in alone if request.get(name)), _measure_one_gpu)
     import torch
 
-    device = torch.device(request["device"])
+    device = torch.device(where)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     answer = measure(request, device)
@@ -76,8 +75,7 @@ def _measure_one_gpu(request: Fields, device: Any) -> Fields:
     limit_s = request["seconds"]
 
     def matrix(*shape: int) -> Any:
-        sizes = [max(16, int(size * request["scale"])) for size in shape]
-        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     layers = [(matrix(TOKENS, wide), matrix(wide, out)) for wide, out in SHAPES]
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
@@ -94,33 +92,19 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
     """
     import torch
 
-    size = max(4096, int(COPY_BYTES * request["scale"]) // 4 * 4)
-    near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    pinned = device.type == "cuda"
-    host, host_too = (torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    pageable = torch.zeros(size, dtype=torch.uint8)
+    near, other = (torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pageable = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     masters = pageable.view(torch.float32)
-    weights = near.view(torch.bfloat16)[: size // 4]
-    # Without a GPU there are no streams, and entering None does nothing.
-    streams = [
-        torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
-        for _ in range(2)
-    ]
-
-    def both() -> None:
-        with torch.cuda.stream(streams[0]):
-            host.copy_(near, non_blocking=True)
-        with torch.cuda.stream(streams[1]):
-            other.copy_(host_too, non_blocking=True)
+    weights = near.view(torch.bfloat16)[: COPY_BYTES // 4]
 
     def rate(run: Callable[[], object]) -> float:
-        return size / _seconds(run, device, request["seconds"])
+        return COPY_BYTES / _seconds(run, device, request["seconds"])
 
     return {
         "hbm_bytes_per_s": 2 * rate(lambda: near.copy_(other)),
         "down_bytes_per_s": rate(lambda: host.copy_(near, non_blocking=True)),
         "up_bytes_per_s": rate(lambda: near.copy_(host, non_blocking=True)),
-        "both_ways_bytes_per_s": [rate(both)] * 2,
         "pageable_d2h_bytes_per_s": rate(lambda: pageable.copy_(near)),
         "pageable_h2d_bytes_per_s": rate(lambda: near.copy_(pageable)),
         "cast_h2d_bytes_per_s": rate(lambda: weights.copy_(masters)) / 2,
@@ -131,10 +115,7 @@ def _measure_attention(request: Fields, device: Any) -> Fields:
     """Measure the attention backends that this GPU can use."""
     limit_s = request["seconds"] / 4
     found = _attention_rates(
-        usable_backends(device),
-        device,
-        lambda run: _seconds(run, device, limit_s),
-        request["scale"],
+        usable_backends(device), device, lambda run: _seconds(run, device, limit_s)
     )
     return {"attention": found}
 
@@ -152,18 +133,17 @@ def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
 
 
 def _attention_rates(
-    backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds, scale: float
+    backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds
 ) -> list[tuple[AttentionBackend, list[tuple[int, float, float]]]]:
     """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as
     ``so_tui.plan.rates.AttentionRate``.
     """
-    lengths = {max(1, int(length * scale)): count for length, count in PACKS.items()}
     return [
         (
             backend,
             [
                 (length, *flops_per_s(kernels, [length] * count, device, seconds))
-                for length, count in lengths.items()
+                for length, count in PACKS.items()
             ],
         )
         for backend, kernels in backends.items()
@@ -229,9 +209,7 @@ def _measure_between_gpus(request: Fields, device: Any) -> Fields:
     distributed.init_process_group(
         backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks
     )
-    share = torch.zeros(
-        max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device
-    )
+    share = torch.zeros(ALL_GATHER_BYTES, dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []
     for _ in range(8):  # The same number on every rank, whatever it measures.
@@ -265,7 +243,7 @@ def _small_layer_together_s(count: int, request: Fields, device: Any) -> float |
             small()
             distributed.all_reduce(word, group=group)
 
-        times = [_once(pass_through, device) for _ in range(max(8, int(ROUNDS * request["scale"])))]
+        times = [_once(pass_through, device) for _ in range(ROUNDS)]
         found = median_high(times) / SMALL_LAYERS
     distributed.barrier()
     return found
