@@ -268,7 +268,8 @@ async def test_bursts_in_log_presets_and_runs(runs_dir: Path) -> None:
         await ui.press("escape", "1")
         await ui.presets()
         # Letters that are commands otherwise, one of them to leave.
-        await burst(ui, "slash", into="#filter", expected="qlo")
+        mistyped = ("slash", "w", "e", "backspace", "backspace")
+        await burst(ui, *mistyped, into="#filter", expected="qlo")
         await ui.press("escape")
         await burst(ui, "4", "slash", into="RunsScreen #filter", expected="qD")
         await ui.press("escape")
