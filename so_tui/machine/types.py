@@ -6,12 +6,14 @@ Sizes are in bytes, cores are the kernel's logical CPU numbers. ``None`` means u
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from so_tui.trust.decoding import prepare
 from so_tui.trust.text import brief_line
+from so_tui.units import memory_size, plural
 
 UNKNOWN = "unknown"
 """Hostname of a copied system tree that does not contain it."""
@@ -211,6 +213,31 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 prepare(Machine)
+
+
+def facts_of(machine: Machine) -> list[str]:
+    """Return what a line says of a host, most important first: ``4x GH200 95 GiB``, ``4 NUMA nodes
+    x 72 cores, 117 GiB each``.
+    """
+    kinds = Counter(
+        (gpu.name.removeprefix("NVIDIA ").removeprefix("AMD "), gpu.memory_total_bytes)
+        for gpu in machine.gpus
+    )
+    gpus = " + ".join(
+        f"{number}x {name}" + (f" {memory_size(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+    nodes = machine.cpu_nodes
+    cores = [len(node.cpus) for node in nodes]
+    sizes = {memory_size(node.memory_total_bytes, 0) for node in nodes}
+    each = f" x {cores[0]}" if len(set(cores)) == 1 else f", {sum(cores)}"
+    size = memory_size(machine.host_memory_bytes, 0)
+    if len(sizes) == 1 < len(nodes):
+        size = f"{sizes.pop()} each"
+    facts = [gpus or "no GPU", f"{plural(len(nodes), 'NUMA node')}{each} cores, {size}"]
+    if len(machine.allowed_cpus) < len(machine.online_cpus):
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
+    return facts
 
 
 def version_numbers(text: str | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
-from so_tui.machine.types import Machine
+from so_tui.machine.types import Machine, facts_of
 from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
@@ -191,8 +191,9 @@ def render_table(rows: Sequence[PlanRow], machine: Machine, width: int) -> Rende
     Narrow terminals get less detail.
     """
     plans = [plan for row in rows for plan in row.cells.values()]
+    facts = printable_line(f"   {' · '.join(facts_of(machine))}")
     parts: list[RenderableType] = [
-        _machine_line(machine),
+        Text.assemble((machine.label, "bold"), facts),
         Text(),
         _grid(rows, "GPU" if machine.gpus else "rank", width),
         Text(),
@@ -413,18 +414,6 @@ def _binding(plan: Plan) -> RenderableType:
             deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
     return table
-
-
-def _machine_line(machine: Machine) -> Text:
-    nodes = machine.cpu_nodes
-    gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
-    least = min(node.memory_total_bytes for node in nodes)
-    each = f", {memory_size(least)} each" if len(nodes) > 1 else ""
-    host = (
-        f"{plural(len(nodes), 'CPU node')}, {len(machine.allowed_cpus)} cores, "
-        f"{memory_size(machine.host_memory_bytes)}{each}"
-    )
-    return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
 
 
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:

@@ -132,25 +132,6 @@ ACTIVATION_STACK = frozenset({"layer-inputs", "attention-results", "activations"
 """GPU terms that grow during forward and shrink during backward, so that no memory is lost between
 them.
 """
-HOST_PARTS: dict[str, frozenset[TermKind]] = {
-    "states": frozenset(
-        {
-            "master-weights",
-            "moments",
-            "staging-buffer",
-            "accumulated-gradients",
-            "gradients",
-            "gradient-partition",
-            "host-weights",
-        }
-    ),
-    "activations": frozenset({"offloaded-inputs", "offloaded-results"}),
-    "second states": frozenset({"second-states"}),
-    "copies": frozenset({"copies"}),
-}
-"""What a plan shares a host's memory out to, in the order in which it does. The rest goes to
-processes, loading and saving.
-"""
 NOT_STEADY = frozenset({"loading", "saving"})
 """Host terms outside of training steps."""
 

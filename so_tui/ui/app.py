@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from so_tui.settings_file import Loaded
     from so_tui.spec import RunSpec, SoTuiError
     from so_tui.spec.generation import LoadModel
-    from so_tui.ui.dialogs import KeyRow
+    from so_tui.ui.dialogs import KeyGroup, KeyRow
 
 
 # The five screens of the application, each imported when it is first shown: the first paint needs
@@ -288,16 +288,13 @@ class SoTuiApp(SharedApp):
             page.edit(preset, wanted, field=field)
 
     def action_help(self) -> None:
-        from so_tui.ui.dialogs import KeysHelp
+        from so_tui.ui.dialogs import Notice, key_lines
 
         page = self.screen
         if isinstance(page, Page):
-            title = dict(PAGES)[page.PAGE]
-            self.push_screen(
-                KeysHelp(
-                    f"{title}: what it is for, and its keys", page.HELP_TEXT, _key_groups(page)
-                )
-            )
+            title = f"{dict(PAGES)[page.PAGE]}: what it is for, and its keys"
+            keys = partial(key_lines, _key_groups(page))
+            self.push_screen(Notice(title, [page.HELP_TEXT, keys], bad=False))
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Yield every command of the screen and the application with its key, then Textual's
@@ -332,7 +329,7 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
             yield active.node, binding, active.enabled
 
 
-def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[KeyRow]]]:
+def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
     """Return the keys of the screen, of the application, and for moving, each as key, name and
     details.
     """

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -107,6 +107,7 @@ WIDE = 160
 chosen.
 """
 Flag = Literal["log", "robust"]
+_Side = Annotated[int, msgspec.Meta(ge=1, le=3)]
 
 
 class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,12 +115,10 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     shown: _Names = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
     """Keys of metrics in their order."""
-    grid: tuple[int, int] | None = None
+    grid: tuple[_Side, _Side] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
-    ema: float | None = None
-    """Weight of the past in an exponential moving average, 0 to MOST_EMA; None: the mean of the
-    last steps.
-    """
+    ema: Annotated[float, msgspec.Meta(ge=0, le=MOST_EMA)] | None = None
+    """Weight of the past in an exponential moving average; None: the mean of the last steps."""
     log: _Names = ()
     """Metrics with a logarithmic scale."""
     robust: _Names = ()
@@ -219,7 +218,7 @@ def _layout_path() -> Path:
 
 
 def load_layout() -> ChartLayout:
-    """Return the remembered layout, without what this version does not know or is out of range."""
+    """Return the remembered layout, without metrics that this version does not know."""
     try:
         found = read_json(_layout_path(), ChartLayout)
     except FileNotFoundError:
@@ -227,20 +226,8 @@ def load_layout() -> ChartLayout:
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()
-    ema = None
-    if found.ema is not None and math.isfinite(found.ema):
-        ema = min(MOST_EMA, max(0.0, found.ema))
-    shown, log, robust = (
-        tuple(filter(BY_KEY.__contains__, keys))
-        for keys in (dict.fromkeys(found.shown), found.log, found.robust)
-    )
-    return ChartLayout(
-        shown=shown or ChartLayout().shown,
-        grid=found.grid if found.grid in GRIDS else None,
-        ema=ema,
-        log=log,
-        robust=robust,
-    )
+    shown = tuple(filter(BY_KEY.__contains__, found.shown))
+    return msgspec.structs.replace(found, shown=shown or ChartLayout().shown)
 
 
 def save_layout(layout: ChartLayout) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
-from textual import events, getters, on, work
+from textual import getters, on, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Button, Input, OptionList, Static
 from textual.worker import Worker
@@ -26,7 +25,6 @@ from so_tui.spec.errors import InputError, SoTuiError
 from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
-from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
 if TYPE_CHECKING:
@@ -130,7 +128,7 @@ class AskText(ModalScreen[Answer | None]):
         self,
         title: str,
         hint: str,
-        *entries: Entry,
+        *entries: Input,
         yes: str,
         read: Callable[..., Answer],
         may_be_empty: bool = False,
@@ -243,9 +241,9 @@ COPIED_WIDTH = 160
 class _LaidOut(Static):
     """Text that is laid out again for each width."""
 
-    def __init__(self, lay: Laid, *, classes: str = "") -> None:
+    def __init__(self, lay: Laid) -> None:
         self._lay = lay
-        super().__init__(self._laid(1), classes=classes)
+        super().__init__(self._laid(1))
 
     def _laid(self, width: int) -> Content:
         text = self._lay(width)
@@ -262,7 +260,7 @@ class Notice(ModalScreen[bool]):
 
     CSS_PATH = _STYLES
     BINDINGS = [
-        Binding("escape,q", "dismiss(False)", "Close"),
+        Binding("escape,q,enter,question_mark,f1", "dismiss(False)", "Close"),
         Binding("y", "copy", "Copy"),
     ]
 
@@ -291,9 +289,6 @@ class Notice(ModalScreen[bool]):
             classes=f"dialog{' -bad' if self._bad else ''}{' -table' if table else ''}",
         )
 
-    def on_mount(self) -> None:
-        self.set_focus(self.query_one("#close"))
-
     def action_copy(self) -> None:
         lines = [line if isinstance(line, str) else str(line(COPIED_WIDTH)) for line in self._lines]
         self.app.copy_to_clipboard("\n".join((self._title, *lines)))
@@ -302,44 +297,21 @@ class Notice(ModalScreen[bool]):
 
 KeyRow = tuple[str, str, str]
 """Keys, name and details of a command."""
+KeyGroup = tuple[str, Sequence[KeyRow]]
+"""Commands under a heading."""
 
 
-def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
+def key_lines(groups: Sequence[KeyGroup], width: int) -> Content:
     """Return commands in lines of ``width`` cells, what they do beside the keys."""
-    keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
-    lines = []
-    for keys, name, tip in rows:
-        shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
-        more = f"  {tip}" if tip not in ("", name) else ""
-        lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
-    return in_rows(lines)
-
-
-class KeysHelp(ModalScreen[None]):
-    """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
-
-    CSS_PATH = _STYLES
-    BINDINGS = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
-
-    def __init__(
-        self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]
-    ) -> None:
-        self._title, self._about, self._groups = title, about, groups
-        super().__init__()
-
-    def compose(self) -> ComposeResult:
-        body = [Static(Content(self._about + "\n"), classes="dialog-line")]
-        for heading, rows in self._groups:
-            body += [
-                Static(Content(heading), classes="heading"),
-                _LaidOut(partial(_key_lines, rows), classes="dialog-line"),
-            ]
-        yield dialog(
-            self._title,
-            VerticalScroll(*body, classes="dialog-body"),
-            buttons=[button("Close  esc", "close", CLOSE)],
-            classes="dialog -wide",
-        )
+    lines: list[Content] = []
+    for heading, rows in groups:
+        keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
+        lines += [Content(""), Content.styled(heading, "bold $faint")]
+        for keys, name, tip in rows:
+            shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
+            more = f"  {tip}" if tip not in ("", name) else ""
+            lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
+    return in_rows(lines[1:])
 
 
 # The question before a launch, which may name the run; before a job is submitted, with its batch
@@ -369,7 +341,7 @@ class LaunchQuestion(Question):
         name = f"name of the run: {self.launch.spec.name}"
         said = Static(id="said", classes="dialog-answer")
         said.display = False
-        return [Entry(self.launch.called, placeholder=name, compact=True, id="called"), said]
+        return [Input(self.launch.called, placeholder=name, compact=True, id="called"), said]
 
     def buttons(self) -> list[Button]:
         return [*super().buttons(), button("Rename  r", "rename", "screen.rename")]
@@ -481,21 +453,6 @@ MORE = (
     "That file has more: other keys, when to alert, a command to run. `so-tui settings` lists it."
 )
 _LABEL = 16
-_BACK = "back"
-"""Marks the cells whose click goes to the value before."""
-
-
-class _SettingList(OptionList):
-    """Settings, a line each. A click on the arrow to the left goes back; anywhere else it goes
-    forward, as enter does.
-    """
-
-    async def _on_click(self, event: events.Click) -> None:
-        meta = event.style.meta
-        if meta.get(_BACK) and "option" in meta:
-            event.prevent_default()
-            self.highlighted = meta["option"]
-            await self.run_action("screen.step(-1)")
 
 
 class SettingsDialog(ModalScreen[dict[str, Any] | None]):
@@ -520,7 +477,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
         keys = f"left, right, enter or a click change; esc keeps them in {file}"
         yield dialog(
             "Settings",
-            _SettingList(*map(self._line, SHOWN), classes="settings"),
+            OptionList(*map(self._line, SHOWN), classes="settings"),
             Static(id="about", classes="dialog-answer"),
             *(Static(faint(line), classes="dialog-line") for line in (keys, MORE)),
             buttons=[button("Keep and close  esc", "close", "screen.close")],
@@ -530,8 +487,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     def _line(self, key: str) -> Content:
         value = self._chosen[key]
         shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        back = Content.styled("◂ ", Style(bold=True) + Style.from_meta({_BACK: True}))
-        return Content.assemble(f"{key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
+        return Content.assemble(f"{key:<{_LABEL}} ", (f"{shown} ▸", "bold"))
 
     @on(OptionList.OptionHighlighted)
     def _moved(self, event: OptionList.OptionHighlighted) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.strip import Strip
-from textual.style import Style as VisualStyle
 
 from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import DrawnRowsMixin
@@ -110,31 +107,6 @@ def legend(parts: Iterable[Part]) -> list[Content]:
 # layout of a Static.
 
 
-Styles = tuple[VisualStyle | str, ...]
-"""Styles that lie over each other, as a span names them."""
-
-
-def _pieces(content: Content) -> Iterator[tuple[str, Styles]]:
-    """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each
-    other there.
-    """
-    plain, spans = content.plain, content.spans
-    if all(one.end <= other.start for one, other in pairwise(spans)):  # nearly all texts
-        at = 0
-        for start, end, style in spans:
-            if start > at:
-                yield plain[at:start], ()
-            yield plain[start:end], (style,)
-            at = end
-        if at < len(plain):
-            yield plain[at:], ()
-        return
-    borders = sorted({0, len(plain), *(min(at, len(plain)) for span in spans for at in span[:2])})
-    for start, end in pairwise(borders):  # a later span lies over an earlier one
-        over = tuple(span.style for span in spans if span.start <= start and span.end > start)
-        yield plain[start:end], over
-
-
 class StyledLines(DrawnRowsMixin):
     """One row for each line of ``content``; text that does not fit is cut."""
 
@@ -145,7 +117,6 @@ class StyledLines(DrawnRowsMixin):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.content = Content("")
-        self._styles_of: dict[Styles, Style] = {}
 
     @property
     def rows(self) -> int:
@@ -180,27 +151,14 @@ class StyledLines(DrawnRowsMixin):
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return self.rows
 
-    def notify_style_update(self) -> None:
-        self._styles_of = {}
-        super().notify_style_update()
-
     def draw_rows(self) -> list[Strip]:
-        width, base = self.size.width, self._style(())
         rows: list[list[Segment]] = [[]]
-        for text, styles in _pieces(self.content):
-            style = self._style(styles)
+        parse = self.app.stylesheet.parse_style
+        for text, style in self.content.render(self.visual_style, "", parse):
             for number, part in enumerate(text.split("\n")):
                 if number:
                     rows.append([])
                 if part:
-                    rows[-1].append(Segment(part, style))
+                    rows[-1].append(Segment(part, style.rich_style))
+        width, base = self.size.width, self.visual_style.rich_style
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
-
-    def _style(self, styles: Styles) -> Style:
-        found = self._styles_of.get(styles)
-        if found is None:
-            style = self.visual_style
-            for one in styles:
-                style += self._get_style(one)
-            found = self._styles_of[styles] = style.rich_style
-        return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -42,13 +42,11 @@ from so_tui.ui.widgets import SIDE, Rule, command_key, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
 
-# Cores as cells: one cell a core where there is room, two cores a cell or averages where there is
-# not. Pure data in, text out.
+# Cores as cells: one cell a core where there is room, averages of neighbours where there is not.
+# Pure data in, text out.
 
 
 LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
-_PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
-"""Braille columns filled from below, one to four dots."""
 _Numbers = tuple[int, ...]
 _Cells = list[tuple[str, str]]
 """Texts with their roles."""
@@ -94,35 +92,18 @@ def _heat_cells(busy: _Busy, width: int, glyphs: GlyphName) -> _Cells:
     cores = sum(len(loads) for _, loads in busy)
     cells: _Cells = []
     for group, loads in busy:
-        if cores <= room:
-            of_percent = _LEVEL_OF_PERCENT[glyphs]
-            shown = [of_percent[min(100, load)] for load in loads]
-        elif glyphs == "braille" and (cores + len(busy)) // 2 <= room:
-            shown = [_pair(*pair) for pair in zip_longest(loads[::2], loads[1::2])]
-        else:
-            parts = _equal_parts(loads, max(1, room * len(loads) // cores))
-            shown = [_level(sum(part) / len(part), glyphs) for part in parts if part]
+        count = max(1, min(len(loads), room * len(loads) // cores))
+        parts = _equal_parts(loads, count)
+        shown = [_level(sum(part) / len(part), glyphs) for part in parts]
         cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
     return cells[1:]
 
 
+@lru_cache(maxsize=1024)  # hundreds of cores are drawn each second
 def _level(load: float, glyphs: GlyphName) -> str:
     """Return the character of one core's load (percent)."""
     levels = LEVELS[glyphs]
     return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
-
-
-_LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
-    glyphs: [_level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS
-}
-"""Looked up, since hundreds of cores are drawn each second."""
-
-
-def _pair(*loads: float | None) -> str:
-    """Return one braille cell for two cores, four levels each; the second may be missing."""
-    sides = zip(_PAIRS, loads, strict=True)
-    masks = (side[min(3, int(load / 25))] for side, load in sides if load is not None)
-    return chr(0x2800 + sum(masks))
 
 
 def _equal_parts(values: Sequence[int], count: int) -> list[Sequence[int]]:

@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 
 from textual.suggester import Suggester
+from textual.widgets import Input
 
 from so_tui.machine import Machine
 from so_tui.machine.known import MACHINES, machine_of
 from so_tui.ui.shared_app import SharedApp
-from so_tui.ui.textual_fixes import Entry
 
 HINT = (
     "Up, down or a click choose one, as published, not measured; or give a file that `so-tui "
@@ -47,7 +47,7 @@ def ask_for_machine(app: SharedApp) -> None:
     dialog = AskText(
         "Plan for another machine",
         HINT,
-        Entry(app.machine_file, compact=True, suggester=_MachineSuggester()),
+        Input(app.machine_file, compact=True, suggester=_MachineSuggester()),
         yes="Plan",
         read=read,
         may_be_empty=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -18,11 +17,9 @@ from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
 from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key
-from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Machine
     from so_tui.settings import Settings
 
 
@@ -45,37 +42,6 @@ OTHER_MACHINE = command_key(
     "for this one",
     id="other-machine",
 )
-
-
-def _nodes_text(machine: Machine) -> str:
-    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
-    nodes = machine.cpu_nodes
-    cores = {len(node.cpus) for node in nodes}
-    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
-    number = plural(len(nodes), "NUMA node")
-    each = f", {sum(len(node.cpus) for node in nodes)} cores"
-    if len(cores) == 1:
-        each = f" x {cores.pop()} cores"
-    size = memory(machine.host_memory_bytes, 0)
-    if len(sizes) == 1 < len(nodes):
-        size = f"{sizes.pop()} each"
-    return f"{number}{each}, {size}"
-
-
-def _machine_facts(machine: Machine) -> list[str]:
-    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
-    kinds = Counter(
-        (gpu.name.removeprefix("NVIDIA ").removeprefix("AMD "), gpu.memory_total_bytes)
-        for gpu in machine.gpus
-    )
-    gpus = " + ".join(
-        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
-        for (name, total), number in kinds.items()
-    )
-    facts = [gpus or "no GPU", _nodes_text(machine)]
-    if len(machine.allowed_cpus) < len(machine.online_cpus):
-        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
-    return facts
 
 
 class _TopLine(CachedLinesMixin):
@@ -117,11 +83,13 @@ class _TopLine(CachedLinesMixin):
         if app.machine is None:
             left += faint("  inspecting this machine …" if app.inspecting else "")
         else:
+            from so_tui.machine.types import facts_of
+
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
-            for fact in filter(None, [*_machine_facts(app.machine), app.doctor_line]):
+            for fact in filter(None, [*facts_of(app.machine), app.doctor_line]):
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
                 left += faint(gap + fact)

@@ -4,14 +4,12 @@ a plan to content.
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, in_rows, wrapped
+from so_tui.ui.text import Content, faint, in_rows, shorten, wrapped
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
@@ -33,8 +31,6 @@ LABEL = 13
 FIGURES = 20
 """Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
 LEAST_BAR, MOST_BAR = 8, 28
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[GMK]iB|[TGM]B|kB|ms|s|m|h)\b)")
-"""Where no line of a reason ends: ``1.74 s`` and ``95.0 GiB`` are read as one."""
 TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
@@ -63,19 +59,14 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         if plan.model_tflops_per_gpu:
             texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
     facts += map(Content, texts)
-    predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
-    found: list[list[Content]] = []
-    for gap in (GAP, GAP - 1):
-        # ``predicted`` never begins a line.
-        last = facts[-1] + " " * gap + predicted if predicted is not None else facts[-1]
-        found.append(wrapped([*facts[:-1], last], width, gap))
-    fewest = min(found, key=len)  # the wide ones, if they are as few
-    return in_rows(fewest)
+    if plan.fits and plan.step_s and not plan.never_run:
+        facts[-1] += " " * GAP + faint("predicted")  # which never begins a line
+    return in_rows(wrapped(facts, width, GAP))
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
     """Return the whole plan: memory and step, reasons, terms, binding, and the command that would
-    be started.
+    be started, if it is given.
 
     ``plain`` where the terminal shows ASCII only.
     """
@@ -97,7 +88,7 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
             *_section("why", why),
             *_beside_each_other(gpu_terms, node_terms, width),
             *_section("binding", _binding_lines(plan)),
-            *_section("the command   y copies it", [Content(command)]),
+            *_section("the command   y copies it", [Content(command)] if command else []),
         ]
     )
 
@@ -216,58 +207,6 @@ def _bar_line(
     return _labelled(name, Content.assemble(*fill_pieces(share, width, style), figures, over))
 
 
-def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
-    """Return what a plan needs, how long a step takes, why, and which cores each rank gets;
-    ``plain`` where only ASCII is shown.
-    """
-    lines = _memory_lines(plan, width)
-    if (
-        not plan.one_memory
-        and plan.host_bytes_per_node
-        and (parts := _host_parts(plan)).get("states")
-    ):
-        shared_out = _named_sizes(
-            [("each rank: states", parts.pop("states")), *parts.items()], width - LABEL
-        )
-        lines.insert(2 if plan.gpu_bytes else 1, _labelled("", shared_out))
-    if plan.gpu_bytes or plan.one_memory:
-        location: Location = "node" if plan.one_memory else "gpu"
-        terms = [(term.name, term.bytes) for term in plan.largest_terms(location)]
-        lines.insert(1, _labelled("", _named_sizes(terms, width - LABEL)))
-    lines += _step_lines(plan, width, plain=plain) + _reason_lines(plan, width)
-    binding = _binding_lines(plan)
-    return lines + [_labelled("binding" if line is binding[0] else "", line) for line in binding]
-
-
-def _host_parts(plan: Plan) -> dict[str, int]:
-    """Return the bytes of host memory that each rank has for its states and whatever else the plan
-    shares memory out to, then the rest.
-    """
-    from so_tui.plan.terms import HOST_PARTS
-
-    terms = [term for term in plan.breakdown if term.location == "node" and term.rank is None]
-    parts = {
-        name: sum(term.bytes for term in terms if term.kind in kinds)
-        for name, kinds in HOST_PARTS.items()
-    }
-    parts["other"] = sum(term.bytes for term in terms) - sum(parts.values())
-    return {name: size for name, size in parts.items() if size > 0}
-
-
-def _named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
-    """Return names with their bytes in a line, as many as fit: ``weights 7.4   states 44.1``."""
-    pieces: list[Content] = []
-    used = 0
-    for index, (name, size) in enumerate(sizes, 1):
-        piece = Content.assemble((name, "$faint"), f" {memory(size)}")
-        if used + piece.cell_length + (GAP + 1 if index < len(sizes) else 0) > width:
-            pieces.append(faint("…"))
-            break
-        pieces.append(piece)
-        used += piece.cell_length + GAP
-    return Content(" " * GAP).join(pieces)
-
-
 def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII
     only.
@@ -290,43 +229,17 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
     return [bar_line, *(_labelled("", line) for line in named)]
 
 
-def _reason_lines(plan: Plan, width: int) -> list[Content]:
-    """Return the reasons for the verdict and the warnings, wrapped behind their labels."""
-    lines: list[Content] = []
-    for name, style, texts in (
-        ("why", "$faint", plan.reason_texts),
-        ("note", "$warning", plan.warning_texts),
-    ):
-        for text in texts:
-            for row in textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL)):
-                lines.append(_labelled(name, row.replace("\xa0", " "), style))
-                name = ""
-    return lines
-
-
 def _terms_table(plan: Plan, location: Location, width: int) -> list[Content]:
-    """Return every term with its confidence, largest first, and its share as a small bar where the
-    names leave room for it.
-    """
+    """Return every term with its confidence, largest first."""
     shown = plan.largest_terms(location)
-    if not shown:
-        return []
-    longest, others = max(len(term.name) for term in shown), len(" 117.0 GiB  measured")
-    bar = min(8, max(0, width - others - longest))
-    name_width = min(longest, max(12, width - others - bar))
-    most = shown[0].bytes
+    room = max(12, width - len(" 117.0 GiB  measured"))
+    name_width = min(room, max((len(term.name) for term in shown), default=0))
     lines = []
     for term in shown:
-        name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
-        full = max(1, round(term.bytes / most * bar)) if bar else 0
+        name = shorten(term.name, name_width)
         sure = "measured" if term.confidence == "calibrated" else term.confidence
-        lines.append(
-            Content.assemble(
-                f"{name:<{name_width}} {memory(term.bytes):>9} ",
-                ("━" * full, "$memory"),
-                (f" {sure}", "$faint"),
-            )
-        )
+        figures = f"{name:<{name_width}} {memory(term.bytes):>9}"
+        lines.append(Content.assemble(figures, (f"  {sure}", "$faint")))
     return lines
 
 

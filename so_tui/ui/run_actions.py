@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from textual.widgets import Input
+
 from so_tui.runs import (
     RunDirectory,
     delete_run,
@@ -27,7 +29,6 @@ from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.messages import failure, in_thread, reporting
-from so_tui.ui.textual_fixes import Entry
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -356,7 +357,7 @@ def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     dialog = AskText(
         f"Note on {run.name}",
         hint,
-        Entry(_note_text(read_notes(run)), compact=True),
+        Input(_note_text(read_notes(run)), compact=True),
         yes="Keep",
         read=read,
         may_be_empty=True,
@@ -443,7 +444,7 @@ def ask_where_to_export(
     )
     title = f"Export {subject} to"
     dialog = AskText(
-        title, hint, Entry(choices[0][0], compact=True), yes="Export", read=read, choices=choices
+        title, hint, Input(choices[0][0], compact=True), yes="Export", read=read, choices=choices
     )
     app.push_screen(dialog, named)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +120,10 @@ def _written_ns(path: Path) -> int:
         return 0
 
 
-ROWS = 1000
-"""Most rows of a curve of a run that has ended: more than a terminal has dots."""
+ROWS = 4_000
+"""Rows of a curve from which on they are combined: half as many are more than a terminal has
+dots.
+"""
 READ_S = 1.0
 """How long one look at a run may take: others wait."""
 SPARK_COLUMNS = 12
@@ -176,7 +177,8 @@ class CurveReader:
         """
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
-            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",), ("loss",))
+            followed = FollowedSteps(reader, ("loss",), ("loss",), most_rows=ROWS)
+            self._followed[row.run] = reader, followed
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
@@ -188,7 +190,6 @@ class CurveReader:
         more = steps.read(span, max(0.1, deadline - time.monotonic())) or more
         line = steps.series.line(mean_of("loss"), "main", len(steps.series))
         if not row.live and not more:
-            line = _thinned(line, ROWS)
             del self._followed[row.run]  # it does not change any more
         return LossCurve(
             line,
@@ -198,24 +199,6 @@ class CurveReader:
             results_of(reader, row.spec, row.state.total_steps),
             row.state,
         )
-
-
-def _thinned(line: Line, most: int) -> Line:
-    """Return a line with at most ``most`` rows, each with the extremes of several."""
-    several = -(-line.length // most)
-    if several <= 1:
-        return line
-    assert line.steps is not None
-    series, times, steps = Series(), array("d"), array("d")
-    for start in range(0, line.length, several):
-        stop = min(line.length, start + several)
-        if (found := line.series.extremes(start, stop)) is None:
-            series.append(math.nan)
-        else:
-            series.append_range(*found)
-        times.append(line.times[stop - 1])
-        steps.append(line.steps[stop - 1])
-    return Line(series, len(series), times, steps, line.role)
 
 
 def _spark(series: Series, length: int, width: int) -> str:

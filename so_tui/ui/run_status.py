@@ -128,6 +128,8 @@ SIGNS = {
     "failed": ("✗", "$error"),
     "lost": ("✗", "$error"),
 }
+LEAST_STEP_BAR = 12
+"""Cells of the bar of a step's parts; names give way to it."""
 STALE_S = 8.0
 """Seconds without news after which a live run is marked as stale: several beats of a supervisor
 that beats once a second.
@@ -258,26 +260,19 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     step_s = sum(record.step_s for record in records) / len(records)
     number = f"{thousands(records[0].step)}  " if inspected and inspected.step else ""
     head = Content.assemble((f"step {number}", "bold"), f"{duration(step_s)}  ")
-    named = Content("   ").join(legend(part for part in parts if part.amount > 0))
-    room = width - head.cell_length - named.cell_length - 2
-    texts = _worker_texts(records[-1])
-    if room >= 12 + texts[-1].cell_length:
-        worker = next(text for text in texts if room >= 12 + text.cell_length)
-        bar = stacked(parts, min(60, room - worker.cell_length))
-        return head + bar + "  " + named + worker
-    # Too narrow for all names: what offloading costs is what people look for, so small other parts
-    # go first.
-    shown = [replace(part, name=part.name.removeprefix("optimizer ")) for part in parts]
-    bar = stacked(parts, 14)
-    while (
-        head.cell_length + 16 + (named := Content("  ").join(legend(shown))).cell_length > width
-        and shown
-    ):
+    room = width - head.cell_length - LEAST_STEP_BAR - 2
+    short = (replace(part, name=part.name.removeprefix("optimizer ")) for part in parts)
+    shown = [part for part in short if part.amount > 0]
+    # What offloading costs is what people look for: where room is short, small other parts go
+    # first.
+    while (named := Content("  ").join(legend(shown))).cell_length > room and shown:
         others = [part for part in shown if part.name != "exposed"] or shown
         shown.remove(min(others, key=lambda part: part.amount))
-    line = head + bar + "  " + named
-    fitting = (worker for worker in texts if line.cell_length + worker.cell_length <= width)
-    return line + next(fitting, Content(""))
+    room -= named.cell_length
+    texts = _worker_texts(records[-1])
+    worker = next((text for text in texts if text.cell_length <= room), Content(""))
+    bar = stacked(parts, min(60, LEAST_STEP_BAR + max(0, room - worker.cell_length)))
+    return head + bar + "  " + named + worker
 
 
 def _worker_texts(record: StepRecord) -> list[Content]:

@@ -98,7 +98,6 @@ class SettingsApp(FixedApp[None]):
     glyphs: var[GlyphName] = var[GlyphName]("braille")
 
     def __init__(self, loaded: Loaded | None = None) -> None:
-        self._found_themes: dict[str, Theme | None] = {}
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
         self._settings_problems = loaded.problems if loaded is not None else ()
@@ -118,18 +117,6 @@ class SettingsApp(FixedApp[None]):
         self.glyphs = glyphs
         if glyphs == "ascii":
             self._filters.append(PlainCharacters())
-
-    def get_theme(self, theme_name: str) -> Theme | None:
-        """Return a theme by its name. Textual copies all themes for a look-up, and looks up sixty
-        in a frame.
-        """
-        if theme_name not in self._found_themes:
-            self._found_themes[theme_name] = super().get_theme(theme_name)
-        return self._found_themes[theme_name]
-
-    def register_theme(self, theme: Theme) -> None:
-        self._found_themes.clear()
-        super().register_theme(theme)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Return the program's own colour names for a theme that does not define them."""

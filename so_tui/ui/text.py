@@ -138,18 +138,10 @@ def _end_of(line: str, width: int) -> str:
 def distinct(names: Sequence[str], width: int) -> list[str]:
     """Return names as lines of at most ``width`` cells in which different names stay different.
 
-    Those that are too long lose their middle. Where that makes some the same, all begin where they
-    differ, and where even that does not suffice they are numbered.
+    Those that are too long lose their middle. Where that makes some the same, all are numbered.
     """
-    different = len(set(names))
     shown = [_without_middle(name, width) for name in names]
-    if len(set(shown)) < different:
-        common = next(
-            (at for at, found in enumerate(zip(*names, strict=False)) if len(set(found)) > 1),
-            min(map(len, names)),
-        )
-        shown = [_without_middle(f"…{name[common:]}", width) for name in names]
-    if len(set(shown)) < different:
+    if len(set(shown)) < len(set(names)):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names), start=1)}
         shown = [shorten(f"{numbers[name]} {name}", width) for name in names]
     return shown

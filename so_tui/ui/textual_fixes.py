@@ -3,8 +3,8 @@ no help.
 
 Each class and function says what Textual does and what that costs. All were needed with Textual
 8.2.8, and no released version makes one of them unnecessary. ``_set_dirty``,
-``_update_focus_styles``, ``_check_bindings`` and ``_on_key`` are private to Textual, which is why
-pyproject.toml allows no newer major version.
+``_update_focus_styles`` and ``_check_bindings`` are private to Textual, which is why pyproject.toml
+allows no newer major version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from textual.message_pump import MessagePump
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import DataTable, Input
+from textual.widgets import DataTable
 
 from so_tui.trust.streams import console
 from so_tui.trust.text import printable, same_cells
@@ -314,25 +314,6 @@ class FixedApp(App[Result]):
 
 
 # Widgets.
-
-
-class Entry(Input):
-    """An Input that handles its own keys directly.
-
-    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters
-    go straight into the field: of a burst, as a slow connection delivers it, the letters arrive
-    first and are deleted by the backspaces that were typed before them. Unnecessary for the same
-    reason.
-    """
-
-    async def _on_key(self, event: events.Key) -> None:
-        for binding in (
-            () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ())
-        ):
-            if await self.app.run_action(binding.action, self):
-                event.stop()
-                event.prevent_default()
-                return
 
 
 class FittedTable(DataTable[Text]):

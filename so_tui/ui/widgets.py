@@ -18,7 +18,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from so_tui.ui.text import Content, faint
-from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
+from so_tui.ui.textual_fixes import CachedLinesMixin
 
 
 def command_key(
@@ -63,7 +63,7 @@ def framed(widget: Widget) -> bool:
 # for.
 
 
-class FindField(Entry):
+class FindField(Input):
     """Hidden until it is opened. Posts ``Input.Changed`` while something is typed,
     ``Input.Submitted`` on enter.
     """

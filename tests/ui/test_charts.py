@@ -261,13 +261,11 @@ def test_samples_of_another_run_stand_at_its_own_steps() -> None:
 
 def test_what_is_remembered_and_unknown_is_left_out() -> None:
     _layout_path().parent.mkdir(parents=True)
-    _layout_path().write_text(
-        '{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], '
-        '"new": 1}'
-    )
-    assert load_layout() == ChartLayout(shown=("loss",), ema=0.99, log=("norm",))
-    _layout_path().write_text("[")
-    assert load_layout() == ChartLayout()
+    _layout_path().write_text('{"shown": ["loss", "gone"], "ema": 0.5, "log": ["norm"], "new": 1}')
+    assert load_layout() == ChartLayout(shown=("loss",), ema=0.5, log=("norm",))
+    for unreadable in ("[", '{"ema": 7}', '{"grid": [9, 9]}'):
+        _layout_path().write_text(unreadable)
+        assert load_layout() == ChartLayout()
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:

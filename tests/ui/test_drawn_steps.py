@@ -153,10 +153,9 @@ def test_every_record_is_drawn(
         check_as_opened_now(run, followed.series)
 
 
-def test_a_long_run_is_drawn_whole(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 6_000)
+def test_a_long_run_is_drawn_whole(run: RunDirectory) -> None:
     last = write_long_run(run, 25_000)
-    steps = FollowedSteps(reader := MetricsReader(run))
+    steps = FollowedSteps(reader := MetricsReader(run), most_rows=6_000)
     while read_on(reader, steps, 50, limit_s=10.0):
         continue
     assert reader.latest is not None

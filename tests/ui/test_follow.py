@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
 from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.drawing import value_at
-from so_tui.ui.charts.series import Axis
+from so_tui.ui.charts.series import Axis, FollowedSteps
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
@@ -33,6 +34,7 @@ from tests.support.screen import SIZES, opened, rows_of
 
 Found = TypeVar("Found")
 NOW = 1_700_000_000.0
+FEW_ROWS = partial(FollowedSteps, most_rows=2_000)
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
 
 
@@ -131,7 +133,7 @@ def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
 
 
 def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 2_000)
+    monkeypatch.setattr("so_tui.ui.dashboard.follow.FollowedSteps", FEW_ROWS)
     monkeypatch.setattr("so_tui.ui.dashboard.follow.CLOSE_STEPS", 4_000)
     run = long_run(runs_dir)
     follower = RunFollower(run)
@@ -168,7 +170,7 @@ def some(found: Found | None) -> Found:
 
 
 def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 2_000)
+    monkeypatch.setattr("so_tui.ui.dashboard.follow.FollowedSteps", FEW_ROWS)
     snapshot = RunFollower(long_run(runs_dir)).poll()
     axis = some(axis_of(snapshot, View()))
     for x in (1.0, 49.0, 2_345.0, 11_199.0, 12_000.0):

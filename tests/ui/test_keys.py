@@ -29,10 +29,9 @@ from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
 from so_tui.ui.dashboard.panels import LogPanel
 from so_tui.ui.data_preview import DataPreviewScreen
-from so_tui.ui.dialogs import AskText, KeysHelp, Notice, Question, SettingsDialog
+from so_tui.ui.dialogs import AskText, Notice, Question, SettingsDialog
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
-from so_tui.ui.textual_fixes import Entry
 from tests.support.make_run import write_run
 from tests.support.records import append_records
 from tests.support.screen import Driver, opened, rows_of
@@ -110,10 +109,9 @@ CHOICES = [(str(number), "") for number in range(50)]
 MANY_LINES = "\n".join(map(str, range(200)))
 DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]] = {
     AnswersScreen: AnswersScreen,
-    AskText: lambda _: AskText("Ask", "hint", Entry(), yes="Yes", read=str, choices=CHOICES),
+    AskText: lambda _: AskText("Ask", "hint", Input(), yes="Yes", read=str, choices=CHOICES),
     ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
     ChooseRuns: lambda _: ChooseRuns((), ()),
-    KeysHelp: lambda _: KeysHelp("Keys", MANY_LINES, []),
     Notice: lambda _: Notice("Compared", [lambda width: MANY_LINES]),
     Question: lambda _: Question("Sure?", [MANY_LINES], yes="Yes"),
     SettingsDialog: lambda _: SettingsDialog(Settings(), ()),
@@ -270,7 +268,8 @@ async def test_bursts_in_log_presets_and_runs(runs_dir: Path) -> None:
         await ui.press("escape", "1")
         await ui.presets()
         # Letters that are commands otherwise, one of them to leave.
-        await burst(ui, "slash", into="#filter", expected="qlo")
+        mistyped = ("slash", "w", "e", "backspace", "backspace")
+        await burst(ui, *mistyped, into="#filter", expected="qlo")
         await ui.press("escape")
         await burst(ui, "4", "slash", into="RunsScreen #filter", expected="qD")
         await ui.press("escape")

@@ -37,7 +37,7 @@ from so_tui.ui.charts.drawing import (
     spans,
 )
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
-from so_tui.ui.run_rows import _spark, _thinned
+from so_tui.ui.run_rows import _spark
 from so_tui.ui.text import GlyphName
 from so_tui.ui.textual_fixes import _changed_parts
 from so_tui.units import significant
@@ -242,13 +242,3 @@ def test_the_small_curve_of_a_run_takes_any_values() -> None:
     for values in ([-1.79e308, 0.0, 1.79e308], [math.nan, 2.0], [3.0, 3.0]):
         line, _ = line_of(values)
         assert len(_spark(line.series, line.length, 12)) == len(values)
-
-
-def test_a_thinned_line_keeps_the_extremes_of_combined_rows() -> None:
-    series = Series()
-    series.extend([50.0 if step == 4_321 else 1.0 for step in range(10_000)])
-    half = series.halved()
-    places = array("d", range(len(half)))
-    thinned = _thinned(Line(half, len(half), places, places, "raw"), 100)
-    assert len(thinned.series) <= 100
-    assert thinned.series.extremes(0, thinned.length) == (1.0, 50.0)

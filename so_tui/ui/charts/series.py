@@ -536,8 +536,10 @@ class FollowedSteps:
         reader: MetricsReader,
         metrics: Sequence[str] = METRICS,
         smoothed: Sequence[str] = SMOOTHED,
+        *,
+        most_rows: int = MOST_ROWS,
     ) -> None:
-        self._reader = reader
+        self._reader, self._most_rows = reader, most_rows
         self.want(metrics, smoothed, None)
         self.series = self.new_series(mean_steps(0))
         """What is drawn."""
@@ -583,7 +585,7 @@ class FollowedSteps:
         self._next.extend(self._left[:count])
         del self._left[:count]
         shown = self._next is self.series
-        while len(self._next) % 2 == 0 and len(self._next) >= MOST_ROWS // (
+        while len(self._next) % 2 == 0 and len(self._next) >= self._most_rows // (
             2 if self._next.halvings else 1
         ):
             self._next = self._next.halved()

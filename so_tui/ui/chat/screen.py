@@ -34,7 +34,6 @@ from so_tui.spec.generation import (
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.shared_app import SettingsApp
 from so_tui.ui.text import Content, faint, shorten
-from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import KeyLine, Rule
 from so_tui.units import duration, plural, thousands
 
@@ -168,7 +167,7 @@ class ChatScreen(Screen[None]):
             yield Static(id="chat-title")
             yield Static(id="chat-sampling")
             yield Horizontal(id="chat-columns")
-            yield Entry(
+            yield Input(
                 id="question",
                 compact=True,
                 disabled=True,
@@ -223,7 +222,7 @@ class ChatScreen(Screen[None]):
         self._columns = {model.side: _Column(model, self._system) for model in loaded.models}
         await self.query_one("#chat-columns").mount_all(self._columns.values())
         self._show_title(faint(f"on {loaded.device}, in {loaded.layout}"))
-        question = self.query_one("#question", Entry)
+        question = self.query_one("#question", Input)
         question.disabled, question.placeholder = False, "ask something, then enter"
         self.set_focus(question)
 
@@ -232,7 +231,7 @@ class ChatScreen(Screen[None]):
         self._process = None
         for column in self._columns.values():
             column.writing = False
-        self.query_one("#question", Entry).disabled = True
+        self.query_one("#question", Input).disabled = True
         self._show_title(Content.assemble(("✗ ", "bold $error"), problem))
 
     def _draw(self) -> None:
@@ -278,7 +277,7 @@ class ChatScreen(Screen[None]):
             AskText(
                 "Sampling",
                 hint,
-                Entry(_sampling_text(self._sampling), compact=True),
+                Input(_sampling_text(self._sampling), compact=True),
                 yes="Use",
                 read=_read_sampling,
             ),

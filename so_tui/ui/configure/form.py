@@ -31,7 +31,6 @@ from so_tui.ui.form import (
     text_of,
 )
 from so_tui.ui.text import Content, faint
-from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import FindField
 
 # ``−`` and ``+`` beside the number of the selected field, for the mouse.
@@ -103,7 +102,7 @@ class _Choice(Select[str], inherit_bindings=False):
         self.query_ancestor(FieldRow).show_tip(not expanded)
 
 
-class _FormEntry(Entry):
+class _FormEntry(Input):
     """A text field in which up and down move between the fields of a form; it has one line to
     scroll.
     """

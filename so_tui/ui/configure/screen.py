@@ -13,7 +13,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import Button, Static
+from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, Refused, RunSpec, with_values
@@ -38,7 +38,6 @@ from so_tui.ui.form import (
 from so_tui.ui.messages import Failed, answer, reporting
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
-from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import Divider, command_key
 from so_tui.units import plural, thousands
 
@@ -472,7 +471,7 @@ class ConfigureScreen(ResizablePage):
             return name
 
         hint = "A short name: small letters, digits, - . _"
-        entry = Entry(f"{base}-mine", compact=True)
+        entry = Input(f"{base}-mine", compact=True)
         app.push_screen(AskText("Save as preset", hint, entry, yes="Save", read=read), named)
 
     def action_preview_data(self) -> None:

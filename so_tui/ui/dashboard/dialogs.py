@@ -39,7 +39,6 @@ from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
-from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -189,10 +188,10 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         weight = "" if self._before.ema is None else f"{self._before.ema:g}"
         yield dialog(
             "Charts of the dashboard",
-            Entry(placeholder="filter: a regular expression", compact=True, id="filter"),
+            Input(placeholder="filter: a regular expression", compact=True, id="filter"),
             TickList[str](self._before.shown, id="metrics"),
             Static(about, classes="faint"),
-            Entry(weight, placeholder="mean", compact=True, id="smoothing"),
+            Input(weight, placeholder="mean", compact=True, id="smoothing"),
             Static(id="said", classes="dialog-answer"),
             Static(f"{TICKS}; tab moves on", classes="faint"),
             buttons=self.buttons("Show the charts"),
@@ -253,7 +252,7 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
     def compose(self) -> ComposeResult:
         yield dialog(
             "Lay other runs over the charts",
-            Entry(placeholder="filter by name", compact=True, id="filter"),
+            Input(placeholder="filter by name", compact=True, id="filter"),
             TickList[RunDirectory](self._chosen, id="runs"),
             Static(id="said", classes="dialog-answer"),
             Static(TICKS, classes="faint"),

@@ -9,7 +9,7 @@ from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, Input, Static
 from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
@@ -17,7 +17,7 @@ from so_tui.ui.messages import Failed, answer, failure, reporting
 from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
-from so_tui.ui.textual_fixes import Entry, FittedTable
+from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
 
@@ -440,8 +440,7 @@ class PresetsScreen(FiltersTable):
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
         width = max(40, self.size.width - (9 if framed(self) else 7))
         self.title_shown.update(plan_view.headline(plan, width, title))
-        lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
-        self.detail.update(in_rows(lines))
+        self.detail.update(plan_view.whole(plan, "", width, plain=shows_ascii(self.app)))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:
@@ -519,8 +518,8 @@ class PresetsScreen(FiltersTable):
         dialog = AskText(
             "Add a model",
             "Only its config.json is read. No weights are downloaded.",
-            Entry(placeholder=model, id="model", compact=True),
-            Entry(placeholder=name, id="name", compact=True),
+            Input(placeholder=model, id="model", compact=True),
+            Input(placeholder=name, id="name", compact=True),
             yes="Add",
             read=read,
             may_be_empty=True,
