@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
-from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
+from so_tui.runs.results import MEAN_RECORDS, mean_steps
 from so_tui.svg import Curve, curves
 from so_tui.units import mark_duration, plural, thousands
 
@@ -177,39 +177,28 @@ def _reduce(pick: Callable[..., float], values: Sequence[float], several: int) -
 class _TrailingMean:
     """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
-    __slots__ = ("_steps", "_values", "span")
+    __slots__ = ("_span", "_steps", "_values")
 
     def __init__(self, span: int) -> None:
-        self.span = span
-        self._steps: list[float] = []
-        self._values: list[float] = []
+        self._span = span
+        self._steps: deque[float] = deque()
+        self._values: deque[float] = deque()
         """Finite ones of the last steps."""
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
         """Add values of later steps. Return the mean at each of them, NaN where there is no finite
         value.
         """
-        finite = [math.isfinite(value) for value in values]
-        ends = accumulate(finite, initial=len(self._values))
-        next(ends)
-        self._steps += compress(steps, finite)
-        self._values += compress(values, finite)
-        windows = [(bisect_right(self._steps, step - self.span), next(ends)) for step in steps]
-        sums = list(accumulate(self._values, initial=0.0))
-        means = [
-            (sums[end] - sums[start]) / (end - start) if start < end else math.nan
-            for start, end in windows
-        ]
-        # Differences of sums lose digits beside a value that is much larger than a mean.
-        largest = max(map(abs, self._values), default=0.0)
-        least = min(map(abs, means), default=0.0)
-        if not (largest <= 100 * least and math.isfinite(sums[-1])):
-            means = [
-                total(self._values[start:end]) / (end - start) if start < end else math.nan
-                for start, end in windows
-            ]
-        if windows:
-            del self._steps[: windows[-1][0]], self._values[: windows[-1][0]]
+        means = []
+        for step, value in zip(steps, values, strict=True):
+            if math.isfinite(value):
+                self._steps.append(step)
+                self._values.append(value)
+            while self._steps and self._steps[0] <= step - self._span:
+                self._steps.popleft()
+                self._values.popleft()
+            # Summed anew: differences of sums lose digits after a value that is much larger.
+            means.append(sum(self._values) / len(self._values) if self._values else math.nan)
         return means
 
 
