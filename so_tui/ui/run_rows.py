@@ -17,7 +17,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
+from so_tui.ui.charts.series import FollowedSteps, Line, Series, Wanted, mean_of
 
 # Every run as a row: read in a worker, and only again where something changed.
 
@@ -176,7 +176,7 @@ class CurveReader:
         """
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
-            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",), ("loss",))
+            self._followed[row.run] = reader, FollowedSteps(reader)
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
@@ -185,7 +185,8 @@ class CurveReader:
         if latest is None:
             return None
         span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
-        more = steps.read(span, max(0.1, deadline - time.monotonic())) or more
+        wanted = Wanted(("loss",), ("loss",))
+        more = steps.read(wanted, span, max(0.1, deadline - time.monotonic())) or more
         line = steps.series.line(mean_of("loss"), "main", len(steps.series))
         if not row.live and not more:
             line = _thinned(line, ROWS)

@@ -24,7 +24,7 @@ from so_tui.ui.chart_metrics import (
 )
 from so_tui.ui.charts.chart import SIGNS, Chart, look_of
 from so_tui.ui.charts.drawing import beyond, fit_scale
-from so_tui.ui.charts.series import Line, StepSeries
+from so_tui.ui.charts.series import Line, StepSeries, Wanted
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.dialogs import ChooseMetrics, _matching, _weight_of
 from so_tui.ui.dashboard.view import steps_at
@@ -252,7 +252,7 @@ async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path
 
 
 def test_samples_of_another_run_stand_at_its_own_steps() -> None:
-    series = StepSeries(5)
+    series = StepSeries(5, Wanted())
     for number, at in ((1, 100.0), (2, 110.0), (4, 130.0)):
         series.extend([step_record(number, time=at)])
     found = steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)

@@ -16,7 +16,7 @@ from typing import Any
 
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
-from so_tui.runs.results import MEAN_RECORDS, mean_steps
+from so_tui.runs.results import MEAN_RECORDS
 from so_tui.svg import Curve, curves
 from so_tui.units import mark_duration, plural, thousands
 
@@ -381,17 +381,6 @@ def _points(line: Line, per: float) -> list[tuple[float, float]]:
 # and the last value of several.
 
 
-METRICS = (
-    "loss",
-    "useful_tokens_per_s_total",
-    "model_tflops_per_gpu",
-    "mfu",
-    "gradient_norm",
-    "learning_rate",
-    "step_s",
-)
-SMOOTHED = ("loss", "gradient_norm")
-"""Metrics that have a mean unless others are asked for."""
 MOST_ROWS = 200_000
 """When a run has as many rows, they are combined: to at most half as many, also later."""
 NEGLIGIBLE = 1e-9
@@ -412,27 +401,33 @@ def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: flo
     return Line(series, len(series), times, steps, role)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What charts need to know of the steps and samples."""
+
+    fields: tuple[str, ...] = ()
+    """Fields of the step records."""
+    smoothed: tuple[str, ...] = ()
+    """Those of them that have a mean."""
+    ema: float | None = None
+    """Weight of the past in an exponential moving average; None: the mean of the last steps."""
+    samples: tuple[str, ...] = ()
+    """Numbers of the samples."""
+
+
 class StepSeries:
     """Metrics by step, and the means of some. One thread appends; readers pass the length that they
     learned after an append.
 
-    A mean at a step is that of the finite values of the last ``span`` steps; with ``ema`` it is an
+    A mean at a step is that of the finite values of the last ``span`` steps; with an EMA it is an
     exponential moving average with that weight.
     """
 
-    def __init__(
-        self,
-        span: int,
-        metrics: Sequence[str] = METRICS,
-        smoothed: Sequence[str] = SMOOTHED,
-        ema: float | None = None,
-    ) -> None:
-        self.span = span
-        self.ema = ema
-        self.metrics = tuple(metrics)
+    def __init__(self, span: int, wanted: Wanted) -> None:
+        self.span, self.wanted = span, wanted
         self.steps, self.times = array("d"), array("d")
-        self.means = {metric: mean_of(metric) for metric in smoothed if metric in metrics}
-        self.series = {name: Series() for name in (*self.means.values(), *self.metrics)}
+        self.means = {field: mean_of(field) for field in wanted.smoothed if field in wanted.fields}
+        self.series = {name: Series() for name in (*self.means.values(), *wanted.fields)}
         self.halvings = 0
         """How often rows were combined: most stand for two to the power of that many steps."""
         self.begin = math.nan, math.nan
@@ -440,16 +435,17 @@ class StepSeries:
         self._range = math.inf, -math.inf
         """Steps of which all records are here, of a window."""
         self._windows = {
-            metric: _TrailingMean(span) if ema is None else _ExponentialMean(ema)
+            metric: _TrailingMean(span) if wanted.ema is None else _ExponentialMean(wanted.ema)
             for metric in self.means
         }
 
     @property
     def _memory_steps(self) -> int:
         """How many steps before it a mean depends on."""
-        if self.ema is None:
+        ema = self.wanted.ema
+        if ema is None:
             return self.span
-        records = math.log(NEGLIGIBLE) / math.log(max(self.ema, NEGLIGIBLE))
+        records = math.log(NEGLIGIBLE) / math.log(max(ema, NEGLIGIBLE))
         return self.span * math.ceil(records / min(self.span, MEAN_RECORDS))
 
     def __len__(self) -> int:
@@ -483,7 +479,7 @@ class StepSeries:
             return
         if not self.steps:
             self.begin = float(rows[0].step), rows[0].time
-        values = self._add_means(rows) | {name: _values(rows, name) for name in self.metrics}
+        values = self._add_means(rows) | {name: _values(rows, name) for name in self.wanted.fields}
         steps, times = _values(rows, "step"), _values(rows, "time")
         several = 1 << self.halvings
         whole = len(rows) // several * several
@@ -497,7 +493,7 @@ class StepSeries:
         """Return series of half as many rows, an even number, to which more can be appended.
         Nothing can be to these any more.
         """
-        half = StepSeries(self.span, self.metrics, tuple(self.means), self.ema)
+        half = StepSeries(self.span, self.wanted)
         half.steps, half.times = self.steps[1::2], self.times[1::2]
         half.series = {name: series.halved() for name, series in self.series.items()}
         half.halvings, half.begin, half._windows = self.halvings + 1, self.begin, self._windows
@@ -520,15 +516,9 @@ def _values(rows: Sequence[Any], name: str) -> list[float]:
 class FollowedSteps:
     """The steps of a run as they become known, for one thread."""
 
-    def __init__(
-        self,
-        reader: MetricsReader,
-        metrics: Sequence[str] = METRICS,
-        smoothed: Sequence[str] = SMOOTHED,
-    ) -> None:
+    def __init__(self, reader: MetricsReader) -> None:
         self._reader = reader
-        self.want(metrics, smoothed, None)
-        self.series = self.new_series(mean_steps(0))
+        self.series = StepSeries(1, Wanted())
         """What is drawn."""
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
@@ -542,22 +532,14 @@ class FollowedSteps:
         self._left: list[Any] = []
         """Rows that are too few for one that stands for several."""
 
-    def want(self, metrics: Sequence[str], smoothed: Sequence[str], ema: float | None) -> None:
-        """Have other metrics, or others smoothed, from the next reading on."""
-        self._wanted = tuple(metrics), tuple(smoothed), ema
-
-    def new_series(self, span: int) -> StepSeries:
-        """Return empty series of what is wanted."""
-        metrics, smoothed, ema = self._wanted
-        return StepSeries(span, metrics, smoothed, ema)
-
-    def read(self, span: int, limit_s: float) -> bool:
+    def read(self, wanted: Wanted, span: int, limit_s: float) -> bool:
         """Read what the reader has found since, or all again where that is necessary, for about
         ``limit_s``; ``span`` is that of the means. Return whether there is more. Raises OSError.
         """
-        if self._rows is None or self._rows.outdated or self._made != (self._wanted, span):
-            self._rows, self._made = StepRows(self._reader, self._wanted[0]), (self._wanted, span)
-            self._next, self._left = self.new_series(span), []
+        made = wanted.fields, wanted.smoothed, wanted.ema, span
+        if self._rows is None or self._rows.outdated or self._made != made:
+            self._rows, self._made = StepRows(self._reader, wanted.fields), made
+            self._next, self._left = StepSeries(span, wanted), []
         for rows in self._rows.read(limit_s):
             self._left += rows
             self._add(len(self._left) >> self._next.halvings << self._next.halvings)

@@ -276,7 +276,7 @@ class DashboardScreen(ResizablePage):
             window = axis.in_steps() if axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
-            snapshot = await asyncio.to_thread(follower.poll, window, wanted, cursor)
+            snapshot = await asyncio.to_thread(follower.poll, wanted, window, cursor)
             others = [run for run in self.chosen if run != follower.run]
             overlays: tuple[Overlaid, ...] = ()
             if others or self.overlays:
