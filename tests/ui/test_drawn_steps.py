@@ -46,7 +46,7 @@ def check_drawn(
     steps = sorted(losses)
     assert (series.begin[0], series.steps[line.length - 1]) == (steps[0], steps[-1])
     missing = sum(not math.isfinite(loss) for loss in losses.values())
-    assert series.series["loss"].missing(line.length) == missing
+    assert series.series["loss"].missing == missing
     rows = [bisect_left(series.steps, step) for step in steps]
     for row, step in zip(rows, steps, strict=True):
         assert series.steps[row] - step < 1 << series.halvings

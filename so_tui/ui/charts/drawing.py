@@ -608,8 +608,11 @@ class RoleStyles:
     looking them up costs as much as drawing.
     """
 
-    def __init__(self, prefix: str, roles: Iterable[str]) -> None:
-        self._prefix, self._roles = prefix, tuple(roles)
+    def __init__(
+        self, prefix: str, roles: Iterable[str], actions: Mapping[str, str] | None = None
+    ) -> None:
+        """``actions`` are those of roles that can be clicked."""
+        self._prefix, self._roles, self._actions = prefix, tuple(roles), actions or {}
         self._key: tuple[object, ...] = ()
         self._styles: dict[str, Style] = {}
 
@@ -620,5 +623,7 @@ class RoleStyles:
             self._key, self._styles = key, {"base": widget.rich_style}
             for role in self._roles:
                 style = widget.get_component_rich_style(f"{self._prefix}--{role}")
+                if role in self._actions:
+                    style += Style(meta={"@click": self._actions[role]})
                 self._styles |= {role: style, f"bold {role}": style + BOLD}
         return self._styles

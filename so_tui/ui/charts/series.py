@@ -34,7 +34,7 @@ class Series:
     Others may read at the same time, up to a length that they learned after an append.
     """
 
-    __slots__ = ("_gap_values", "_gaps", "_highs", "_last", "_lows")
+    __slots__ = ("_gaps", "_highs", "_last", "_lows", "missing")
 
     def __init__(self) -> None:
         values = array("d")
@@ -45,8 +45,8 @@ class Series:
         self._last = values
         self._gaps: array[int] = array("q")
         """Entries with a gap."""
-        self._gap_values: array[int] = array("q")
-        """Values missing in the gaps up to each."""
+        self.missing = 0
+        """How many of the values so far are gaps."""
 
     def __len__(self) -> int:
         return len(self._last)  # appended to last
@@ -67,12 +67,9 @@ class Series:
             for index, value in enumerate(values):
                 if value != value:
                     at = len(self) + index // several
-                    count = self._gap_values[-1] + 1 if self._gaps else 1
-                    if self._gaps and self._gaps[-1] == at:
-                        self._gap_values[-1] = count
-                    else:
-                        self._gap_values.append(count)
+                    if not self._gaps or self._gaps[-1] != at:
                         self._gaps.append(at)
+                    self.missing += 1
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -97,8 +94,8 @@ class Series:
         half._last = self._last[1::2]
         half._lows = [array("d", _reduce(min, lows, 2))]
         half._highs = [array("d", _reduce(max, highs, 2))]
-        gaps = {gap // 2: count for gap, count in zip(self._gaps, self._gap_values, strict=True)}
-        half._gaps, half._gap_values = array("q", gaps), array("q", gaps.values())
+        half._gaps = array("q", dict.fromkeys(gap // 2 for gap in self._gaps))
+        half.missing = self.missing
         half._combine()
         return half
 
@@ -157,11 +154,6 @@ class Series:
                 break
             start, stop, level = head // FANOUT, tail // FANOUT, level + 1
         return (least, greatest) if least <= greatest else None
-
-    def missing(self, length: int) -> int:
-        """Return how many values are gaps in the first ``length`` entries."""
-        gaps = bisect_left(self._gaps, length)
-        return self._gap_values[gaps - 1] if gaps else 0
 
     def has_gap(self, start: int, stop: int) -> bool:
         """Return whether a gap lies in ``[start, stop)``."""

@@ -237,7 +237,7 @@ class ChartPanel(Container, CachedLinesMixin):
         latest = snapshot.latest if shown.view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         losses = snapshot.whole.series.get("loss")
-        missing = losses.missing(snapshot.length) if losses is not None else 0
+        missing = losses.missing if losses is not None else 0
         chart.show(
             pairs,
             shown.axis,

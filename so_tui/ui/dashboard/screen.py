@@ -474,10 +474,6 @@ class DashboardScreen(ResizablePage):
     async def action_page(self, turned: int) -> None:
         await self._arrange(self.charts.chart_layout, turned)
 
-    @on(Chart.PageTurned)
-    async def _page_turned(self) -> None:
-        await self.action_page(1)
-
     async def action_hardware(self) -> None:
         """Show what GPUs and nodes did instead of the metrics that the user chose, or these
         again.
