@@ -81,7 +81,7 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         table.move_cursor(row=table.get_row_index("phi-4"), column=0)
         await ui.press("enter")
         await ui.until(titled(ui, "preset phi-4, no changes"))
-        assert titled(ui, "recommended for this machine")()
+        assert titled(ui, "set for this machine")()
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
         assert "★ preset: 0.9" in note_of(row)
@@ -92,7 +92,7 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         await ui.until(titled(ui, "no changes"))
         await ui.until(lambda: "was" not in note_of(row))
         await ui.press("u", "y")
-        await ui.until(lambda: not titled(ui, "recommended")())
+        await ui.until(lambda: not titled(ui, "★")())
         assert row.query_one(Input).value == "0.9"
 
 
@@ -326,4 +326,4 @@ def test_the_title_names_the_machine_of_a_recommendation() -> None:
     draft = opened_with(offload__ratio="0.25")
     draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
     for shown in (draft, replace(draft, base=TINY)):  # nothing else was recommended since
-        assert "★ 1 recommended for gh200-480" in _changes_title(shown).plain
+        assert "★ 1 set for gh200-480" in _changes_title(shown).plain

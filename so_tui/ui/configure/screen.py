@@ -116,7 +116,7 @@ def _changes_title(draft: Draft) -> Content:
     changed = plural(len(draft.changes), "change") if draft.changes else "no changes"
     facts = f"   preset {draft.base.name}, {changed}"
     if count := sum(draft.preset_value(path) is not None for path in draft.recommended):
-        facts += f"   ★ {count} recommended for {draft.machine}"
+        facts += f"   ★ {count} set for {draft.machine}"
     return Content.assemble((draft.base.label, "bold"), (facts, "$faint"))
 
 
