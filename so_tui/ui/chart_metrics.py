@@ -18,7 +18,7 @@ from so_tui.runs.records import StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Look, Metric, look_of
-from so_tui.ui.charts.series import Named
+from so_tui.ui.charts.series import Named, Wanted
 from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
 from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
@@ -200,16 +200,6 @@ class _ChartPage:
         return Wanted(
             tuple(fields) or ("loss",), tuple(smoothed), ema or None, samples_of(self.metrics)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What charts need to know of the steps and samples."""
-
-    fields: _Names
-    smoothed: _Names
-    ema: float | None
-    samples: _Names = ()
 
 
 def _layout_path() -> Path:

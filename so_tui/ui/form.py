@@ -88,8 +88,8 @@ def advanced_paths() -> tuple[str, ...]:
 
 
 def hint(info: FieldInfo) -> str:
-    """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip
-    has the full text.
+    """Return a hint short enough to stand beside the field: the range, else the unit. The lines
+    below the form have the full text.
     """
     if info.path in HINTS:
         return HINTS[info.path]

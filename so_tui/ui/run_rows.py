@@ -16,7 +16,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
+from so_tui.ui.charts.series import FollowedSteps, Line, Series, Wanted, mean_of
 
 # Every run as a row: read in a worker, and only again where something changed.
 
@@ -177,8 +177,7 @@ class CurveReader:
         """
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
-            followed = FollowedSteps(reader, ("loss",), ("loss",), most_rows=ROWS)
-            self._followed[row.run] = reader, followed
+            self._followed[row.run] = reader, FollowedSteps(reader, most_rows=ROWS)
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
@@ -187,7 +186,8 @@ class CurveReader:
         if latest is None:
             return None
         span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
-        more = steps.read(span, max(0.1, deadline - time.monotonic())) or more
+        wanted = Wanted(("loss",), ("loss",))
+        more = steps.read(wanted, span, max(0.1, deadline - time.monotonic())) or more
         line = steps.series.line(mean_of("loss"), "main", len(steps.series))
         if not row.live and not more:
             del self._followed[row.run]  # it does not change any more

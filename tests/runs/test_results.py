@@ -19,7 +19,7 @@ from so_tui.runs.results import (
 )
 from so_tui.runs.segments import segments
 from so_tui.spec import find_preset, with_values
-from so_tui.ui.charts.series import StepSeries, mean_of
+from so_tui.ui.charts.series import StepSeries, Wanted, mean_of
 from tests.support.records import step_record as step
 
 SPEC = with_values(find_preset("tiny").spec, {"data.held_out": "0"})
@@ -60,7 +60,7 @@ def test_the_loss_is_that_at_the_end_of_the_chart(run: RunDirectory) -> None:
     """Whatever the log interval."""
     losses = [math.nan if number == 39 else math.sin(number) for number in range(1, 41)]
     append(run, *(step(2 * number, loss=loss) for number, loss in enumerate(losses, 1)))
-    series = StepSeries(mean_steps(80, 2), ("loss",), ("loss",))
+    series = StepSeries(mean_steps(80, 2), Wanted(("loss",), ("loss",)))
     series.add_window(read_all(run), 1, 80)
     found = recent_results(run, with_values(SPEC, {"train.log_interval": "2"}), 80)
     assert found.mean_steps == series.span == 10

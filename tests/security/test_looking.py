@@ -36,13 +36,14 @@ import sys
 from pathlib import Path
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
+from so_tui.ui.charts.series import Wanted
 from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.run_rows import RunLister
 folder, run = Path(sys.argv[1]), RunDirectory(sys.argv[2])
 lister, follower = RunLister(folder), RunFollower(run)
 for _ in range(3):
     lister.rows()
-    follower.poll()
+    follower.poll(Wanted(("loss",), ("loss",)))
 try:
     delete_run(run)
 except SoTuiError as error:

@@ -7,9 +7,22 @@ import re
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.segments import segments
-from so_tui.ui.charts.series import FollowedSteps
+from so_tui.ui.charts.series import FollowedSteps, Wanted
 from tests.support.records import step_record
 
+WANTED = Wanted(
+    (
+        "loss",
+        "useful_tokens_per_s_total",
+        "model_tflops_per_gpu",
+        "mfu",
+        "gradient_norm",
+        "learning_rate",
+        "step_s",
+    ),
+    ("loss", "gradient_norm"),
+)
+"""What pages of charts need."""
 SEGMENT_STEPS = 5000
 FIRST = 1_000_001
 """The first step: all numbers of steps have as many digits, and segments as many bytes."""
@@ -43,7 +56,13 @@ def moved_lines(content: bytes, steps: int) -> bytes:
     return re.sub(rb'"time":(\d+)', lambda found: b'"time":%d' % (int(found[1]) + steps), content)
 
 
-def read_on(reader: MetricsReader, steps: FollowedSteps, span: int, limit_s: float = 0.1) -> bool:
+def read_on(
+    reader: MetricsReader,
+    steps: FollowedSteps,
+    span: int,
+    limit_s: float = 0.1,
+    wanted: Wanted = WANTED,
+) -> bool:
     """Poll once. Return whether there is more."""
     more = reader.poll(limit_records=5000, limit_s=limit_s, earlier=False).more
-    return steps.read(span, limit_s) or more
+    return steps.read(wanted, span, limit_s) or more

@@ -174,7 +174,6 @@ async def opened(
     open_run: RunDirectory | None = None,
     start: Callable[..., RunDirectory] | None = None,
     settings: Loaded | Settings | None = None,
-    tooltips: bool = False,
     machine_file: str = "",
     shows: str = "",
 ) -> AsyncIterator[Driver]:
@@ -193,7 +192,7 @@ async def opened(
         if start is not None:
             patches.setattr("so_tui.launch.checks.preflight", lambda launch, **_: (launch, ()))
             patches.setattr("so_tui.launch.lifecycle.start", start)
-        async with app.run_test(size=size, tooltips=tooltips) as pilot:
+        async with app.run_test(size=size) as pilot:
             driver = Driver(app, pilot)
             await driver.until(lambda: app.machine is not None and app.catalog is not None)
             if shows:

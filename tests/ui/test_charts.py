@@ -24,9 +24,9 @@ from so_tui.ui.chart_metrics import (
 )
 from so_tui.ui.charts.chart import SIGNS, Chart, look_of
 from so_tui.ui.charts.drawing import beyond, fit_scale
-from so_tui.ui.charts.series import Line, StepSeries
+from so_tui.ui.charts.series import Line, StepSeries, Wanted
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
-from so_tui.ui.dashboard.dialogs import ChooseMetrics, _matching, _weight_of
+from so_tui.ui.dashboard.dialogs import ChooseMetrics, _weight_of
 from so_tui.ui.dashboard.view import steps_at
 from so_tui.ui.dialogs import TickList
 from tests.support.make_run import quad_machine, write_run
@@ -49,13 +49,13 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: "tick at least one" in ui.shown("#said"))
         assert not _layout_path().exists()
         await ui.press("shift+tab")
-        await ui.type_text("^(mfu|step time)")
+        await ui.type_text("MFU")
         await ui.press("enter", "a", "enter")
-        await ui.until(lambda: shown(ui) == ["mfu", "step"])
+        await ui.until(lambda: shown(ui) == ["mfu"])
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(_layout_path().is_file)
     async with opened(runs_dir, open_run=run, shows="training") as ui:
-        assert shown(ui) == ["mfu", "step"]
+        assert shown(ui) == ["mfu"]
 
 
 async def choose_metrics(ui: Driver) -> None:
@@ -252,7 +252,7 @@ async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path
 
 
 def test_samples_of_another_run_stand_at_its_own_steps() -> None:
-    series = StepSeries(5)
+    series = StepSeries(5, Wanted())
     for number, at in ((1, 100.0), (2, 110.0), (4, 130.0)):
         series.extend([step_record(number, time=at)])
     found = steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)
@@ -268,11 +268,7 @@ def test_what_is_remembered_and_unknown_is_left_out() -> None:
         assert load_layout() == ChartLayout()
 
 
-def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
-    assert [metric.key for metric in _matching("^adam")[0]] == ["adam", "adam-rate"]
-    everything, problem = _matching("(")
-    assert len(everything) == len(METRICS)
-    assert "not a regular expression" in problem
+def test_a_typed_weight_is_a_number() -> None:
     assert list(map(_weight_of, ("", "0", " 0.99 "))) == [None, 0.0, 0.99]
     for wrong in ("1", "-0.1", "nan"):
         with pytest.raises(ValueError, match=f"^{wrong}$"):

@@ -8,6 +8,7 @@ import shutil
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from so_tui.runs.results import mean_steps
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.ui.chart_metrics import EMAS
 from so_tui.ui.charts.drawing import spans
-from so_tui.ui.charts.series import METRICS, SMOOTHED, Axis, FollowedSteps, StepSeries
-from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
+from so_tui.ui.charts.series import Axis, FollowedSteps, StepSeries, Wanted
+from tests.support.long_run import FIRST, WANTED, loss_at, read_on, write_long_run
 from tests.support.records import step_record
 
 SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
@@ -45,7 +46,7 @@ def check_drawn(
     steps = sorted(losses)
     assert (series.begin[0], series.steps[line.length - 1]) == (steps[0], steps[-1])
     missing = sum(not math.isfinite(loss) for loss in losses.values())
-    assert series.series["loss"].missing(line.length) == missing
+    assert series.series["loss"].missing == missing
     rows = [bisect_left(series.steps, step) for step in steps]
     for row, step in zip(rows, steps, strict=True):
         assert series.steps[row] - step < 1 << series.halvings
@@ -75,12 +76,11 @@ def check_drawn(
 
 
 def check_as_opened_now(
-    run: RunDirectory, shown: StepSeries, ema: float | None = None
+    run: RunDirectory, shown: StepSeries, wanted: Wanted = WANTED
 ) -> StepSeries:
     """Check that opening the run now shows the same. Return what it shows."""
     followed = FollowedSteps(reader := MetricsReader(run))
-    followed.want(METRICS, SMOOTHED, ema)
-    while read_on(reader, followed, shown.span, 10.0):
+    while read_on(reader, followed, shown.span, 10.0, wanted):
         continue
     again = followed.series
     assert (shown.steps, shown.times, shown.begin) == (again.steps, again.times, again.begin)
@@ -187,7 +187,7 @@ def test_an_ema_is_exact_at_every_time(run: RunDirectory, ema: float) -> None:
     total = share = 0.0
     writer = MetricsWriter(run, 1, segment_bytes=300_000)
     live = FollowedSteps(reader := MetricsReader(run))
-    live.want(METRICS, SMOOTHED, ema)
+    wanted = replace(WANTED, ema=ema)
     for step in range(1, 12_101):
         loss = math.nan if step % 611 in (0, 1) else draw.uniform(0.5, 2.5)
         if step == 3033:  # what comes after it in the first attempt does not count
@@ -201,9 +201,9 @@ def test_an_ema_is_exact_at_every_time(run: RunDirectory, ema: float) -> None:
             total, share = ema * total + (1 - ema) * loss, ema * share + (1 - ema)
         exact[step] = total / share if share else math.nan
         if step in (300, 7999, 8000, 12_000, 12_100):
-            while read_on(reader, live, 50):
+            while read_on(reader, live, 50, wanted=wanted):
                 continue
-            for series in (live.series, check_as_opened_now(run, live.series, ema)):
+            for series in (live.series, check_as_opened_now(run, live.series, wanted)):
                 shown = series.line("loss mean", "main", len(series))
                 assert shown.length > 250
                 steps = (shown.steps or ())[: shown.length]

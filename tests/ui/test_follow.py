@@ -19,15 +19,14 @@ from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, ResumedRe
 from so_tui.runs.results import mean_steps
 from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
-from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.drawing import value_at
-from so_tui.ui.charts.series import Axis, FollowedSteps
+from so_tui.ui.charts.series import Axis, FollowedSteps, Wanted
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.dashboard.view import View, axis_of
 from so_tui.ui.snapshot import Snapshot
-from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
+from tests.support.long_run import FIRST, SEGMENT_STEPS, WANTED, write_long_run
 from tests.support.make_run import STEP_S, quad_machine, write_run
 from tests.support.records import append_records, append_samples, evaluation_record, step_record
 from tests.support.screen import SIZES, opened, rows_of
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("_unhurried_reading")
 def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=300, seconds_of_samples=40, nan_steps=range(100, 110))
     follower = RunFollower(run)
-    first = follower.poll()
+    first = follower.poll(WANTED)
     assert (first.length, first.live, first.plan is not None) == (300, True, True)
     assert [node.id for node in first.hosts.nodes] == [0, 1, 2, 3]
     assert first.hosts.nodes[1].cpus == tuple(range(72, 144))
@@ -51,7 +50,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert first.latest is not None
 
     append_records(run, replace(first.latest, step=301, time=first.latest.time + 3, loss=1.25))
-    second = follower.poll()
+    second = follower.poll(WANTED)
     assert (first.length, second.length) == (300, 301), "a snapshot stays as it was handed over"
     assert second.whole.series["loss"].value(300) == 1.25
     assert second.log_lines == ()
@@ -60,20 +59,20 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
 def test_a_resume_takes_later_steps_and_evaluations_back(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=50, seconds_of_samples=5)
     follower = RunFollower(run)
-    before = follower.poll()
+    before = follower.poll(WANTED)
     assert before.evaluations is None
     append_records(run, evaluation_record(20, 2.5), evaluation_record(40, 2.0))
-    line = some(follower.poll().evaluations)
+    line = some(follower.poll(WANTED).evaluations)
     assert list(line.steps or ()) == [20, 40]
     assert list(map(line.series.value, (0, 1))) == [2.5, 2.0]
-    assert follower.poll().evaluations is line
+    assert follower.poll(WANTED).evaluations is line
     append_records(
         run,
         ResumedRecord(attempt=2, time=time.time(), step=30),
         replace(some(before.latest), attempt=2, step=31, loss=9.0),
         attempt=2,
     )
-    for snapshot in (follower.poll(), RunFollower(run).poll()):
+    for snapshot in (follower.poll(WANTED), RunFollower(run).poll(WANTED)):
         assert snapshot.length == 31
         assert (snapshot.whole.steps[30], snapshot.whole.series["loss"].value(30)) == (31, 9.0)
         assert some(snapshot.evaluations).length == 1
@@ -112,23 +111,23 @@ def test_a_mean_covers_a_share_of_the_run() -> None:
 def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=600, total=600)
     write_spec(run, with_values(read_spec(run), {"train.log_interval": "20"}))
-    own = RunFollower(run).poll().whole
+    own = RunFollower(run).poll(WANTED).whole
     assert own.span == mean_steps(600, 20) == 100
-    (laid,) = Overlays().read([run], Wanted(("loss",), ("loss",), None), 0.0)
+    (laid,) = Overlays().read([run], WANTED, 0.0)
     assert laid.steps.span == own.span
 
 
 def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
     live = RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30))
-    assert not live.poll().hosts.averaged
+    assert not live.poll(WANTED).hosts.averaged
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, state="finished")
-    busy = RunFollower(run).poll().hosts
+    busy = RunFollower(run).poll(WANTED).hosts
     assert busy.averaged
     last = RunReader(run).poll().samples["quad-gh200"][-1]
     idle = tuple(replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
     after = (replace(last, time=last.time + second, gpus=idle) for second in range(2, 60))
     append_samples(run, "quad-gh200", *after)
-    hosts = RunFollower(run).poll().hosts
+    hosts = RunFollower(run).poll(WANTED).hosts
     assert hosts.gpus[0].sample.busy_percent == busy.gpus[0].sample.busy_percent
 
 
@@ -137,20 +136,20 @@ def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("so_tui.ui.dashboard.follow.CLOSE_STEPS", 4_000)
     run = long_run(runs_dir)
     follower = RunFollower(run)
-    whole = follower.poll()
+    whole = follower.poll(WANTED)
     assert whole.length < 2_000
     assert whole.closer is None
     axis = some(axis_of(whole, View(window=(6000.0, 6100.0))))
-    close = follower.poll(axis.in_steps())
+    close = follower.poll(WANTED, axis.in_steps())
     line = close.line("loss", "raw", axis)
     steps = list(some(line.steps)[: line.length])
     assert [step for step in steps if 6000 <= step <= 6100] == list(range(6000, 6101))
-    assert follower.poll().line("loss", "raw", axis_of(whole, View())).length == whole.length
+    assert follower.poll(WANTED).line("loss", "raw", axis_of(whole, View())).length == whole.length
 
     # A window that reaches to the newest step follows it.
-    tail = follower.poll((9_000.0, 12_000.0))
+    tail = follower.poll(WANTED, (9_000.0, 12_000.0))
     append_records(run, replace(some(tail.latest), step=12_001, loss=1.25))
-    newest = follower.poll((9_000.0, 12_000.0))
+    newest = follower.poll(WANTED, (9_000.0, 12_000.0))
     axis = some(axis_of(newest, View(window=(9_001.0, 12_001.0), tail=True)))
     line = newest.line("loss", "raw", axis)
     assert line.series.value(line.length - 1) == 1.25
@@ -171,7 +170,7 @@ def some(found: Found | None) -> Found:
 
 def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.dashboard.follow.FollowedSteps", FEW_ROWS)
-    snapshot = RunFollower(long_run(runs_dir)).poll()
+    snapshot = RunFollower(long_run(runs_dir)).poll(WANTED)
     axis = some(axis_of(snapshot, View()))
     for x in (1.0, 49.0, 2_345.0, 11_199.0, 12_000.0):
         at = snapshot.standing(x, "step")
@@ -187,7 +186,7 @@ def test_records_of_a_failed_poll_are_drawn(
 ) -> None:
     run = write_run(runs_dir, steps=50)
     follower = RunFollower(run)
-    latest = some(follower.poll().latest)
+    latest = some(follower.poll(WANTED).latest)
     append_records(run, replace(latest, step=51))
 
     def fail(_: object) -> None:
@@ -195,11 +194,11 @@ def test_records_of_a_failed_poll_are_drawn(
 
     with monkeypatch.context() as patched:
         patched.setattr(SampleReader, "poll", fail)
-        blind = follower.poll()
+        blind = follower.poll(WANTED)
     assert blind.read_error
     assert blind.length >= 50, "what was known stays"
     append_records(run, replace(latest, step=52))
-    snapshot = follower.poll()
+    snapshot = follower.poll(WANTED)
     assert not snapshot.read_error
     assert list(snapshot.whole.steps[: snapshot.length]) == [*range(1, 53)]
 
@@ -214,7 +213,7 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
     for seconds in (range(40), range(60, 65)):
         samples = (at_second(began - NOW + second, 20) for second in seconds)
         append_samples(run, machine.hostname, *samples)
-    snapshot = RunFollower(run).poll()
+    snapshot = RunFollower(run).poll(WANTED)
     assert snapshot.hosts.nodes[0].load[0].times[0] == began
 
 
@@ -227,9 +226,9 @@ def test_unread_samples_are_shown_by_a_later_poll(
 
     def shown(polls: int) -> object:
         follower = RunFollower(run)
-        follower.poll(None, Wanted(("loss",), ("loss",), None))
+        follower.poll(WANTED)
         for _ in range(polls):
-            hosts = follower.poll(None, Wanted(("loss",), ("loss",), None, ("gpu.power_w",))).hosts
+            hosts = follower.poll(Wanted(("loss",), samples=("gpu.power_w",))).hosts
         nodes = [(node.host, node.id, node.load[0].length) for node in hosts.nodes]
         return nodes, [line.length for line in hosts.sampled["gpu.power_w"]]
 
@@ -268,22 +267,22 @@ def write_samples(runs_dir: Path, busy: range) -> RunDirectory:
 def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(runs_dir: Path) -> None:
     begin = round(-41 * STEP_S)
     follower = RunFollower(write_samples(runs_dir, range(begin + 1, begin + 3)))  # in step 60
-    snapshot = follower.poll()
+    snapshot = follower.poll(WANTED)
     assert (snapshot.hosts.inspected, core_load(snapshot)) == (None, 20)
     whole = snapshot.whole
     at = Axis("step", 1, 100, 0.0, whole.steps, whole.times, snapshot.length).position(60.0)
-    snapshot = follower.poll(cursor=at)
+    snapshot = follower.poll(WANTED, cursor=at)
     assert snapshot.hosts.inspected is not None
     assert not snapshot.hosts.averaged
     assert snapshot.examined[0].step == 60
     assert core_load(snapshot) > 40
     assert [process.name for process in snapshot.hosts.nodes[0].foreign] == ["backup"]
     assert snapshot.hosts.gpus[0].sample.throttling == ("heat",)
-    snapshot = follower.poll()
+    snapshot = follower.poll(WANTED)
     assert core_load(snapshot) == 20
     assert snapshot.examined == snapshot.recent
     # Before all samples there are none but the newest.
-    snapshot = follower.poll(cursor=(1.0, NOW - 99 * STEP_S - 10_000))
+    snapshot = follower.poll(WANTED, cursor=(1.0, NOW - 99 * STEP_S - 10_000))
     assert (snapshot.examined[0].step, core_load(snapshot)) == (1, 20)
 
 
@@ -296,9 +295,9 @@ def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
     for path in run.samples_dir("quad-gh200").glob("raw-*"):
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[-60:]))
     follower = RunFollower(run)
-    follower.poll()
-    assert core_load(follower.poll(cursor=(20.0, NOW - 80 * STEP_S))) > 50
-    assert core_load(follower.poll(cursor=(95.0, NOW - 5 * STEP_S))) == 20
+    follower.poll(WANTED)
+    assert core_load(follower.poll(WANTED, cursor=(20.0, NOW - 80 * STEP_S))) > 50
+    assert core_load(follower.poll(WANTED, cursor=(95.0, NOW - 5 * STEP_S))) == 20
 
 
 @pytest.mark.parametrize("size", SIZES)

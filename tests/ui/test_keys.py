@@ -16,14 +16,13 @@ from textual import events
 from textual.keys import _character_to_key as character_to_key
 from textual.keys import key_to_character
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Button, Input, Tooltip
+from textual.widgets import Button, Input
 
 from so_tui import ui as package
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
 from so_tui.ui.chart_metrics import ChartLayout
-from so_tui.ui.configure.form import _Choice
 from so_tui.ui.configure.plan_pane import WhatIf
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
@@ -210,19 +209,6 @@ async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) 
         await ui.edit("train.learning_rate", "2e-4")
         await ui.press("escape", "1", "down", "2")
         assert f"preset {preset}," in ui.shown("#form-title"), "an edit is not put aside"
-
-
-async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
-    async with opened(runs_dir, tooltips=True) as ui:
-        await ui.configure()
-        choice = ui.screen.query(_Choice).first(_Choice)
-        tooltip = ui.screen.get_child_by_type(Tooltip)
-        choice.scroll_visible(animate=False)
-        await ui.pilot.hover(choice)
-        await ui.until(lambda: tooltip.display)
-        choice.focus()
-        await ui.press("enter")
-        await ui.until(lambda: choice.expanded and not tooltip.display)
 
 
 async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:

@@ -147,15 +147,15 @@ class _ChartFrame(NamedTuple):
         side = [Segment("│", self.styles["frame"])] * self.inset
         return Strip([*side, *row, *side], self.width)
 
-    def lower(self, row: Sequence[Segment], note: str = "") -> Strip:
-        """Return the last row; in a frame, its end says ``note``."""
+    def lower(self, row: Sequence[Segment], page: str = "") -> Strip:
+        """Return the last row; in a frame, its end says which ``page`` this is."""
         if not self.inset:
             return self.row(row)
         line = self.styles["frame"]
         inside = Strip(row).adjust_cell_length(self.width - 2, line)
-        if note:
-            end = Segment(f" {note} ", self.styles["note"])
-            inside = Strip([*inside.crop(0, self.width - 4 - len(note)), end])
+        if page:
+            end = Segment(f" {page} ", self.styles["page"])
+            inside = Strip([*inside.crop(0, self.width - 4 - len(page)), end])
         row_in_frame = Strip([Segment("╰", line), *inside, Segment("╯", line)])
         return row_in_frame.adjust_cell_length(self.width, self.styles["base"])
 
@@ -292,9 +292,6 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
         share: float
 
-    class PageTurned(Message):
-        """The number of the page was clicked."""
-
     ROLES = {
         "raw": "color: $raw-line",
         "main": "color: $accent",
@@ -319,6 +316,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         "cursor": "color: $warning",
         "title": "text-style: bold",
         "note": "color: $faint",
+        "page": "color: $faint",
         "empty": "",
     }
     COMPONENT_CLASSES = {f"chart--{role}" for role in ROLES}
@@ -355,7 +353,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
         self._shown: tuple[object, ...] = ()
-        self._role_styles = RoleStyles("chart", self.ROLES)
+        self._role_styles = RoleStyles("chart", self.ROLES, {"page": "screen.page(1)"})
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
@@ -386,21 +384,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
             self._shown = shown
             self.repaint()
 
-    def _is_on_number(self, event: events.Click) -> bool:
-        """Return whether the number of the page was clicked."""
-        at = event.get_content_offset(self)
-        if at is None or not self.turns or at.y not in (0, len(self._strips) - 1):
-            return False
-        start = self._strips[at.y].text.find(self.turns)
-        return 0 <= start <= at.x < start + len(self.turns)
-
     def on_click(self, event: events.Click) -> None:
         x = self._x_at(event.x)
-        if self._is_on_number(event):
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.PageTurned())
-        elif x is not None and not self._dragged:
+        if x is not None and not self._dragged and "@click" not in event.style.meta:
             self.post_message(self.CursorMoved(x))
 
     @property
@@ -536,7 +522,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         for line in self.marked:
             found = spans(line, axis, width)[0]
             signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
-        if self.metric.leads and self.lines[0].series.missing(self.lines[0].length):
+        if self.metric.leads and self.lines[0].series.missing:
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
         marks = list(self.marks)
@@ -575,7 +561,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         scaled = self.log_scale or self.robust  # which must be read rather than the page
         fits = len(self.title) + 2 + len(self.turns) <= room
         turns = self.turns if fits and not self.inset and not scaled else ""
-        others = (turns, "note"), (self.progress, "cursor"), (self.alarm, "bad")
+        others = (turns, "page"), (self.progress, "cursor"), (self.alarm, "bad")
         return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
 
     def _figures(self) -> Iterator[_Figure]:

@@ -282,65 +282,41 @@ class _Canvas:
         gaps: Sequence[int],
         scale: Scale,
         layer: int,
-        *,
-        connect: bool = True,
         beside: frozenset[int] = frozenset(),
     ) -> None:
-        """Draw one line: each column's span, joined to the one before it unless a gap lies between
-        them.
+        """Draw one line or band: each column's span, joined to the one before it unless a gap lies
+        between them. Columns between two spans are filled.
 
-        Without ``connect`` it is a band: columns between two spans are filled, but spans are not
-        stretched to touch. Layers ``beside`` stay visible where this one is drawn: their dots
-        remain, and every other shared cell keeps their colour.
+        Layers ``beside`` stay visible where this one is drawn: their dots remain, and every other
+        shared cell keeps their colour.
         """
         self._beside = beside
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
+        bottom = top = 0
         for column, heights in enumerate(scale.heights(found, self.dots)):
             if column in broken:
                 before = None
             if heights is None:
                 continue
             low, high = heights
-            if before is not None:
-                if connect:
-                    low, high = self._join(before, column, low, high, layer)
-                else:
-                    self._fill(before, column, low, high, layer)
-            self.column(column, low, high, layer)
+            if before is None:
+                before = column - 1, low, high
+                bottom, top = low, high
+            start, below, above = before
+            for at in range(start + 1, column + 1):
+                least, most = bottom - 1, top + 1  # touches the column before
+                bottom, top = low, high
+                if at < column:
+                    share = (at - start) / (column - start)
+                    bottom = round(below + share * (low - below))
+                    top = round(above + share * (high - above))
+                if bottom > most:
+                    bottom = most
+                elif top < least:
+                    top = least
+                self.column(at, bottom, top, layer)
             before = None if column in broken else (column, low, high)
-
-    def _join(
-        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
-    ) -> tuple[int, int]:
-        """Fill what lies between two spans; returns the later span, stretched to touch the earlier
-        one.
-        """
-        start, before_low, before_high = before
-        if column - start == 1:
-            if low > before_high + 1:
-                low = before_high + 1
-            elif high < before_low - 1:
-                high = before_low - 1
-            return low, high
-        left, right = (before_low + before_high) / 2, (low + high) / 2
-        last = left
-        for middle in range(start + 1, column):
-            at = left + (right - left) * (middle - start) / (column - start)
-            self.column(middle, round(min(last, at)), round(max(last, at)), layer)
-            last = at
-        return min(low, round(min(last, right))), max(high, round(max(last, right)))
-
-    def _fill(
-        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
-    ) -> None:
-        """Fill the columns between two spans of a band."""
-        start, before_low, before_high = before
-        for middle in range(start + 1, column):
-            share = (middle - start) / (column - start)
-            bottom = round(before_low + share * (low - before_low))
-            top = round(before_high + share * (high - before_high))
-            self.column(middle, bottom, top, layer)
 
     def sign(self, layer: int, character: str) -> None:
         """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before
@@ -436,7 +412,7 @@ def plot_rows(
         beside = frozenset(
             other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band")
         )
-        canvas.draw(found, gaps, scale, layer, connect=role != "band", beside=beside)
+        canvas.draw(found, gaps, scale, layer, beside)
     for layer, line in enumerate(lines):
         if line.sign:
             canvas.sign(layer, line.sign)
@@ -608,8 +584,11 @@ class RoleStyles:
     looking them up costs as much as drawing.
     """
 
-    def __init__(self, prefix: str, roles: Iterable[str]) -> None:
-        self._prefix, self._roles = prefix, tuple(roles)
+    def __init__(
+        self, prefix: str, roles: Iterable[str], actions: Mapping[str, str] | None = None
+    ) -> None:
+        """``actions`` are those of roles that can be clicked."""
+        self._prefix, self._roles, self._actions = prefix, tuple(roles), actions or {}
         self._key: tuple[object, ...] = ()
         self._styles: dict[str, Style] = {}
 
@@ -620,5 +599,7 @@ class RoleStyles:
             self._key, self._styles = key, {"base": widget.rich_style}
             for role in self._roles:
                 style = widget.get_component_rich_style(f"{self._prefix}--{role}")
+                if role in self._actions:
+                    style += Style(meta={"@click": self._actions[role]})
                 self._styles |= {role: style, f"bold {role}": style + BOLD}
         return self._styles

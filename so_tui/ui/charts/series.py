@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
-from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
+from so_tui.runs.results import MEAN_RECORDS
 from so_tui.svg import Curve, curves
 from so_tui.units import mark_duration, plural, thousands
 
@@ -34,7 +34,7 @@ class Series:
     Others may read at the same time, up to a length that they learned after an append.
     """
 
-    __slots__ = ("_gap_values", "_gaps", "_highs", "_last", "_lows")
+    __slots__ = ("_gaps", "_highs", "_last", "_lows", "missing")
 
     def __init__(self) -> None:
         values = array("d")
@@ -45,8 +45,8 @@ class Series:
         self._last = values
         self._gaps: array[int] = array("q")
         """Entries with a gap."""
-        self._gap_values: array[int] = array("q")
-        """Values missing in the gaps up to each."""
+        self.missing = 0
+        """How many of the values so far are gaps."""
 
     def __len__(self) -> int:
         return len(self._last)  # appended to last
@@ -67,12 +67,9 @@ class Series:
             for index, value in enumerate(values):
                 if value != value:
                     at = len(self) + index // several
-                    count = self._gap_values[-1] + 1 if self._gaps else 1
-                    if self._gaps and self._gaps[-1] == at:
-                        self._gap_values[-1] = count
-                    else:
-                        self._gap_values.append(count)
+                    if not self._gaps or self._gaps[-1] != at:
                         self._gaps.append(at)
+                    self.missing += 1
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -97,8 +94,8 @@ class Series:
         half._last = self._last[1::2]
         half._lows = [array("d", _reduce(min, lows, 2))]
         half._highs = [array("d", _reduce(max, highs, 2))]
-        gaps = {gap // 2: count for gap, count in zip(self._gaps, self._gap_values, strict=True)}
-        half._gaps, half._gap_values = array("q", gaps), array("q", gaps.values())
+        half._gaps = array("q", dict.fromkeys(gap // 2 for gap in self._gaps))
+        half.missing = self.missing
         half._combine()
         return half
 
@@ -158,11 +155,6 @@ class Series:
             start, stop, level = head // FANOUT, tail // FANOUT, level + 1
         return (least, greatest) if least <= greatest else None
 
-    def missing(self, length: int) -> int:
-        """Return how many values are gaps in the first ``length`` entries."""
-        gaps = bisect_left(self._gaps, length)
-        return self._gap_values[gaps - 1] if gaps else 0
-
     def has_gap(self, start: int, stop: int) -> bool:
         """Return whether a gap lies in ``[start, stop)``."""
         position = bisect_left(self._gaps, start)
@@ -177,39 +169,28 @@ def _reduce(pick: Callable[..., float], values: Sequence[float], several: int) -
 class _TrailingMean:
     """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
-    __slots__ = ("_steps", "_values", "span")
+    __slots__ = ("_span", "_steps", "_values")
 
     def __init__(self, span: int) -> None:
-        self.span = span
-        self._steps: list[float] = []
-        self._values: list[float] = []
+        self._span = span
+        self._steps: deque[float] = deque()
+        self._values: deque[float] = deque()
         """Finite ones of the last steps."""
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
         """Add values of later steps. Return the mean at each of them, NaN where there is no finite
         value.
         """
-        finite = [math.isfinite(value) for value in values]
-        ends = accumulate(finite, initial=len(self._values))
-        next(ends)
-        self._steps += compress(steps, finite)
-        self._values += compress(values, finite)
-        windows = [(bisect_right(self._steps, step - self.span), next(ends)) for step in steps]
-        sums = list(accumulate(self._values, initial=0.0))
-        means = [
-            (sums[end] - sums[start]) / (end - start) if start < end else math.nan
-            for start, end in windows
-        ]
-        # Differences of sums lose digits beside a value that is much larger than a mean.
-        largest = max(map(abs, self._values), default=0.0)
-        least = min(map(abs, means), default=0.0)
-        if not (largest <= 100 * least and math.isfinite(sums[-1])):
-            means = [
-                total(self._values[start:end]) / (end - start) if start < end else math.nan
-                for start, end in windows
-            ]
-        if windows:
-            del self._steps[: windows[-1][0]], self._values[: windows[-1][0]]
+        means = []
+        for step, value in zip(steps, values, strict=True):
+            if math.isfinite(value):
+                self._steps.append(step)
+                self._values.append(value)
+            while self._steps and self._steps[0] <= step - self._span:
+                self._steps.popleft()
+                self._values.popleft()
+            # Summed anew: differences of sums lose digits after a value that is much larger.
+            means.append(sum(self._values) / len(self._values) if self._values else math.nan)
         return means
 
 
@@ -392,17 +373,6 @@ def _points(line: Line, per: float) -> list[tuple[float, float]]:
 # and the last value of several.
 
 
-METRICS = (
-    "loss",
-    "useful_tokens_per_s_total",
-    "model_tflops_per_gpu",
-    "mfu",
-    "gradient_norm",
-    "learning_rate",
-    "step_s",
-)
-SMOOTHED = ("loss", "gradient_norm")
-"""Metrics that have a mean unless others are asked for."""
 MOST_ROWS = 200_000
 """When a run has as many rows, they are combined: to at most half as many, also later."""
 NEGLIGIBLE = 1e-9
@@ -423,27 +393,33 @@ def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: flo
     return Line(series, len(series), times, steps, role)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What charts need to know of the steps and samples."""
+
+    fields: tuple[str, ...] = ()
+    """Fields of the step records."""
+    smoothed: tuple[str, ...] = ()
+    """Those of them that have a mean."""
+    ema: float | None = None
+    """Weight of the past in an exponential moving average; None: the mean of the last steps."""
+    samples: tuple[str, ...] = ()
+    """Numbers of the samples."""
+
+
 class StepSeries:
     """Metrics by step, and the means of some. One thread appends; readers pass the length that they
     learned after an append.
 
-    A mean at a step is that of the finite values of the last ``span`` steps; with ``ema`` it is an
+    A mean at a step is that of the finite values of the last ``span`` steps; with an EMA it is an
     exponential moving average with that weight.
     """
 
-    def __init__(
-        self,
-        span: int,
-        metrics: Sequence[str] = METRICS,
-        smoothed: Sequence[str] = SMOOTHED,
-        ema: float | None = None,
-    ) -> None:
-        self.span = span
-        self.ema = ema
-        self.metrics = tuple(metrics)
+    def __init__(self, span: int, wanted: Wanted) -> None:
+        self.span, self.wanted = span, wanted
         self.steps, self.times = array("d"), array("d")
-        self.means = {metric: mean_of(metric) for metric in smoothed if metric in metrics}
-        self.series = {name: Series() for name in (*self.means.values(), *self.metrics)}
+        self.means = {field: mean_of(field) for field in wanted.smoothed if field in wanted.fields}
+        self.series = {name: Series() for name in (*self.means.values(), *wanted.fields)}
         self.halvings = 0
         """How often rows were combined: most stand for two to the power of that many steps."""
         self.begin = math.nan, math.nan
@@ -451,16 +427,17 @@ class StepSeries:
         self._range = math.inf, -math.inf
         """Steps of which all records are here, of a window."""
         self._windows = {
-            metric: _TrailingMean(span) if ema is None else _ExponentialMean(ema)
+            metric: _TrailingMean(span) if wanted.ema is None else _ExponentialMean(wanted.ema)
             for metric in self.means
         }
 
     @property
     def _memory_steps(self) -> int:
         """How many steps before it a mean depends on."""
-        if self.ema is None:
+        ema = self.wanted.ema
+        if ema is None:
             return self.span
-        records = math.log(NEGLIGIBLE) / math.log(max(self.ema, NEGLIGIBLE))
+        records = math.log(NEGLIGIBLE) / math.log(max(ema, NEGLIGIBLE))
         return self.span * math.ceil(records / min(self.span, MEAN_RECORDS))
 
     def __len__(self) -> int:
@@ -494,7 +471,7 @@ class StepSeries:
             return
         if not self.steps:
             self.begin = float(rows[0].step), rows[0].time
-        values = self._add_means(rows) | {name: _values(rows, name) for name in self.metrics}
+        values = self._add_means(rows) | {name: _values(rows, name) for name in self.wanted.fields}
         steps, times = _values(rows, "step"), _values(rows, "time")
         several = 1 << self.halvings
         whole = len(rows) // several * several
@@ -508,7 +485,7 @@ class StepSeries:
         """Return series of half as many rows, an even number, to which more can be appended.
         Nothing can be to these any more.
         """
-        half = StepSeries(self.span, self.metrics, tuple(self.means), self.ema)
+        half = StepSeries(self.span, self.wanted)
         half.steps, half.times = self.steps[1::2], self.times[1::2]
         half.series = {name: series.halved() for name, series in self.series.items()}
         half.halvings, half.begin, half._windows = self.halvings + 1, self.begin, self._windows
@@ -531,17 +508,9 @@ def _values(rows: Sequence[Any], name: str) -> list[float]:
 class FollowedSteps:
     """The steps of a run as they become known, for one thread."""
 
-    def __init__(
-        self,
-        reader: MetricsReader,
-        metrics: Sequence[str] = METRICS,
-        smoothed: Sequence[str] = SMOOTHED,
-        *,
-        most_rows: int = MOST_ROWS,
-    ) -> None:
+    def __init__(self, reader: MetricsReader, *, most_rows: int = MOST_ROWS) -> None:
         self._reader, self._most_rows = reader, most_rows
-        self.want(metrics, smoothed, None)
-        self.series = self.new_series(mean_steps(0))
+        self.series = StepSeries(1, Wanted())
         """What is drawn."""
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
@@ -555,22 +524,14 @@ class FollowedSteps:
         self._left: list[Any] = []
         """Rows that are too few for one that stands for several."""
 
-    def want(self, metrics: Sequence[str], smoothed: Sequence[str], ema: float | None) -> None:
-        """Have other metrics, or others smoothed, from the next reading on."""
-        self._wanted = tuple(metrics), tuple(smoothed), ema
-
-    def new_series(self, span: int) -> StepSeries:
-        """Return empty series of what is wanted."""
-        metrics, smoothed, ema = self._wanted
-        return StepSeries(span, metrics, smoothed, ema)
-
-    def read(self, span: int, limit_s: float) -> bool:
+    def read(self, wanted: Wanted, span: int, limit_s: float) -> bool:
         """Read what the reader has found since, or all again where that is necessary, for about
         ``limit_s``; ``span`` is that of the means. Return whether there is more. Raises OSError.
         """
-        if self._rows is None or self._rows.outdated or self._made != (self._wanted, span):
-            self._rows, self._made = StepRows(self._reader, self._wanted[0]), (self._wanted, span)
-            self._next, self._left = self.new_series(span), []
+        made = wanted.fields, wanted.smoothed, wanted.ema, span
+        if self._rows is None or self._rows.outdated or self._made != made:
+            self._rows, self._made = StepRows(self._reader, wanted.fields), made
+            self._next, self._left = StepSeries(span, wanted), []
         for rows in self._rows.read(limit_s):
             self._left += rows
             self._add(len(self._left) >> self._next.halvings << self._next.halvings)

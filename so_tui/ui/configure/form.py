@@ -14,7 +14,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Checkbox, Input, Label, Select, Static, Tooltip
+from textual.widgets import Checkbox, Input, Label, Select, Static
 
 from so_tui.spec import FieldInfo, field_index
 from so_tui.ui.form import (
@@ -98,9 +98,6 @@ class _Choice(Select[str], inherit_bindings=False):
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False), *_MOVES]
 
-    def watch_expanded(self, expanded: bool) -> None:
-        self.query_ancestor(FieldRow).show_tip(not expanded)
-
 
 class _FormEntry(Input):
     """A text field in which up and down move between the fields of a form; it has one line to
@@ -168,10 +165,7 @@ class FieldRow(Horizontal):
         """What is wrong with the value, in words."""
         self.about = f"{info.description} {info.expected[0].upper()}{info.expected[1:]}."
         """The purpose of the field, and the values that it takes."""
-        # The length stands for several keys, none of which is its own.
-        self._tip = None if self.path == LENGTH else Content(f"{self.path}: {info.description}")
         super().__init__(id="field-" + self.path.replace(".", "-"))
-        self.tooltip = self._tip
 
     def compose(self) -> ComposeResult:
         yield Label(label(self.path), classes="field-name")
@@ -204,12 +198,6 @@ class FieldRow(Horizontal):
         """Return whether a text in small letters is in the field's name, path or description."""
         text = f"{label(self.path)} {self.path} {self.about}".lower()
         return all(word in text for word in needle.split())
-
-    def show_tip(self, shown: bool) -> None:
-        """Have a tooltip, but not over an open list."""
-        self.tooltip = self._tip if shown else None
-        if not shown:
-            self.screen.query_children(Tooltip).set(display=False)
 
     def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
 from textual import getters, on, work
 from textual.binding import Binding
 from textual.containers import Horizontal
@@ -23,7 +22,6 @@ from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.configure.form import FieldRow, FormPanel
 from so_tui.ui.configure.plan_pane import PlanPanel, WhatIf
 from so_tui.ui.form import (
-    GROUPS,
     LENGTH,
     LENGTH_KEYS,
     Draft,
@@ -37,7 +35,7 @@ from so_tui.ui.form import (
 )
 from so_tui.ui.messages import Failed, answer, reporting
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
-from so_tui.ui.text import Content, faint
+from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, command_key
 from so_tui.units import plural, thousands
 
@@ -110,28 +108,15 @@ def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool
 # back.
 
 
-def _changes_title(draft: Draft, width: int) -> Content:
-    """Return the model, its preset, how many fields were changed, and what was recommended for
-    which machine, in one line.
-
-    Where those have no room, some are counted; = lists them all.
+def _changes_title(draft: Draft) -> Content:
+    """Return the model, its preset, how many fields were changed, and how many were recommended for
+    which machine, in one line; = lists them all.
     """
     changed = plural(len(draft.changes), "change") if draft.changes else "no changes"
-    preset = f"   preset {draft.base.name}, {changed}"
-    line = Content.assemble((draft.base.label, "bold"), (preset, "$faint"))
-    shown = [path for _, paths in GROUPS for path in paths]  # in this order
-    paths = dict.fromkeys((*shown, *draft.recommended))
-    recommended = [label(path) for path in paths if draft.preset_value(path) is not None]
-    count = len(recommended)
-    texts = [f"   ★ {count} recommended"] * bool(count)
-    for named in range(1, count + 1):
-        names = ", ".join(recommended[:named])
-        more = f" and {count - named} more" if named < count else ""
-        texts.append(f"   ★ recommended for {draft.machine}: {names}{more}")
-    for text in reversed(texts):
-        if line.cell_length + cell_len(text) <= width:
-            return line + faint(text)
-    return line
+    facts = f"   preset {draft.base.name}, {changed}"
+    if count := sum(draft.preset_value(path) is not None for path in draft.recommended):
+        facts += f"   ★ {count} set for {draft.machine}"
+    return Content.assemble((draft.base.label, "bold"), (facts, "$faint"))
 
 
 DEBOUNCE_S = 0.12
@@ -375,8 +360,7 @@ class ConfigureScreen(ResizablePage):
         self.form.show_about()
 
     def _show_title(self, draft: Draft) -> None:
-        title = self.query_one("#form-title", Static)
-        title.update(_changes_title(draft, title.content_size.width or self.size.width))
+        self.query_one("#form-title", Static).update(_changes_title(draft))
 
     # Moving about.
 

@@ -17,12 +17,11 @@ from so_tui.ui.chart_metrics import (
     PAGE_KEYS,
     ROOMY,
     ChartLayout,
-    Wanted,
     sampled_lines,
 )
 from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Named, mean_of
+from so_tui.ui.charts.series import Axis, Named, Wanted, mean_of
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
@@ -238,7 +237,7 @@ class ChartPanel(Container, CachedLinesMixin):
         latest = snapshot.latest if shown.view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         losses = snapshot.whole.series.get("loss")
-        missing = losses.missing(snapshot.length) if losses is not None else 0
+        missing = losses.missing if losses is not None else 0
         chart.show(
             pairs,
             shown.axis,
@@ -289,8 +288,8 @@ def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
 def _mean_name(chart: Chart, shown: _Shown) -> str:
     """Return the name of the mean in as many words as leave room for the other values."""
     snapshot, whole = shown.snapshot, shown.snapshot.whole
-    if whole.ema is not None:
-        return mean_name(whole.span, whole.ema)
+    if whole.wanted.ema is not None:
+        return mean_name(whole.span, whole.wanted.ema)
     room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,23 +144,6 @@ class AnswersScreen(ModalScreen[None]):
 TICKS = "space or a click ticks, a all that are listed, n none"
 
 
-def _matching(pattern: str) -> tuple[list[Metric], str]:
-    """Return the metrics that a regular expression finds, in small and capital letters alike; all
-    of them, and why, where it is none.
-    """
-    try:
-        found = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        return list(METRICS), f"not a regular expression: {error.msg}" + (
-            "" if error.pos is None else f" at character {error.pos + 1}"
-        )
-    return [
-        metric
-        for metric in METRICS
-        if found.search(f"{metric.title} {metric.about} {' '.join(metric.fields)}")
-    ], ""
-
-
 def _weight_of(text: str) -> float | None:
     """Return the weight that was typed; None for an empty text, which means the mean of the last
     steps. Raises ValueError.
@@ -188,7 +170,7 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         weight = "" if self._before.ema is None else f"{self._before.ema:g}"
         yield dialog(
             "Charts of the dashboard",
-            Input(placeholder="filter: a regular expression", compact=True, id="filter"),
+            Input(placeholder="filter by title, purpose or field", compact=True, id="filter"),
             TickList[str](self._before.shown, id="metrics"),
             Static(about, classes="faint"),
             Input(weight, placeholder="mean", compact=True, id="smoothing"),
@@ -199,23 +181,18 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         )
 
     def list_matching(self, text: str) -> None:
-        """List the metrics that match."""
-        found, problem = _matching(text)
         width = max(len(metric.title) for metric in METRICS)
         texts = {
             metric.key: Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))
-            for metric in found
+            for metric in METRICS
+            if text.lower() in f"{metric.title} {metric.about} {' '.join(metric.fields)}".lower()
         }
         self.ticks.list_items(tuple(texts.items()))
-        self._tell(problem)
-
-    def _tell(self, problem: str) -> None:
-        ticked = Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
-        self.say(wrong(problem) if problem else ticked)
+        self._tell()
 
     @on(TickList.Changed)
-    def _changed(self) -> None:
-        self._tell("")
+    def _tell(self) -> None:
+        self.say(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
 
     @on(Input.Submitted, "#smoothing")
     def action_apply(self) -> None:
@@ -223,8 +200,11 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         try:
             ema = _weight_of(self.query_one("#smoothing", Input).value)
         except ValueError:
-            self._tell(
-                "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps"
+            self.say(
+                wrong(
+                    "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last "
+                    "steps"
+                )
             )
             self.set_focus(self.query_one("#smoothing", Input))
             return
@@ -232,7 +212,7 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         if ticked:
             self.dismiss(msgspec.structs.replace(self._before, shown=ticked, ema=ema))
         else:
-            self._tell("tick at least one metric")
+            self.say(wrong("tick at least one metric"))
 
 
 # Choose runs whose metrics are laid over those of the run on the dashboard.

@@ -32,8 +32,7 @@ from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
 from so_tui.runs.results import mean_steps_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.chart_metrics import Wanted
-from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, evaluation_line
+from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, Wanted, evaluation_line
 from so_tui.ui.dashboard.view import Overlaid, Span, steps_at
 from so_tui.ui.snapshot import Inspected, Loads, Position, Snapshot, inspect
 from so_tui.ui.textual_fixes import give_back
@@ -69,14 +68,11 @@ class _ReadRun:
     def _whole(self) -> StepSeries:
         return self._steps.series
 
-    def _want(self, wanted: Wanted) -> None:
-        self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
-
-    def _read_steps(self, limit_s: float) -> bool:
+    def _read_steps(self, wanted: Wanted, limit_s: float) -> bool:
         """Read new steps. Return whether there are more."""
         state, latest = self._reader.state, self._reader.metrics.latest
         total, last = state.total_steps if state else 0, latest.step if latest else 0
-        return self._steps.read(mean_steps_of(self.spec, total, last), limit_s)
+        return self._steps.read(wanted, mean_steps_of(self.spec, total, last), limit_s)
 
     def _add_samples(self) -> None:
         """Add new samples to the loads. Raises OSError; the rest is added later."""
@@ -108,20 +104,15 @@ class RunFollower(_ReadRun):
         """
 
     def poll(
-        self,
-        window: Span | None = None,
-        wanted: Wanted | None = None,
-        cursor: Position | None = None,
+        self, wanted: Wanted, window: Span | None = None, cursor: Position | None = None
     ) -> Snapshot:
-        """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``;
-        ``wanted`` are other metrics than before.
+        """Read what is new of what is ``wanted``, the steps in ``window`` in full detail, and what
+        was at ``cursor``.
 
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
         lines: list[LogLine] = []
         read_error = ""
-        if wanted is not None:
-            self._want(wanted)
         try:
             for _ in range(MOST_POLLS):
                 update = self._reader.poll(earlier=False)
@@ -131,15 +122,14 @@ class RunFollower(_ReadRun):
                 self._read_attempt(update.state)
                 if not update.behind:
                     break
-            complete = self._read_all_steps()
-            if wanted is not None:
-                self._loads.want(wanted.samples)
+            complete = self._read_all_steps(wanted)
+            self._loads.want(wanted.samples)
             # What was sampled before the first step is not shown.
             if complete or len(self._whole):
                 self._add_samples()
             if complete:
                 self._loads.average(self._whole.times)
-            self._read_window(window)
+            self._read_window(wanted, window)
             self._inspect(cursor)
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
@@ -147,7 +137,7 @@ class RunFollower(_ReadRun):
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
-    def _read_all_steps(self) -> bool:
+    def _read_all_steps(self, wanted: Wanted) -> bool:
         """Read new steps, also for a window that reaches to the newest. Return whether all are
         known.
         """
@@ -155,7 +145,7 @@ class RunFollower(_ReadRun):
             give_back()
         before, newest = self._whole, self._whole.last_step
         was_complete = not self._steps.unread_share
-        more = self._read_steps(READ_S)
+        more = self._read_steps(wanted, READ_S)
         if self._closer is not None:
             if self._whole is not before:
                 self._closer = None
@@ -168,7 +158,7 @@ class RunFollower(_ReadRun):
         self._released = combined or not (more or was_complete)
         return not more
 
-    def _read_window(self, window: Span | None) -> None:
+    def _read_window(self, wanted: Wanted, window: Span | None) -> None:
         """Read the steps of ``window`` one by one where rows stand for several, and as many again
         on both sides.
         """
@@ -188,7 +178,7 @@ class RunFollower(_ReadRun):
             or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS
         ):
             margin = min(width, (CLOSE_STEPS - width) / 2)
-            closer = self._steps.new_series(whole.span)
+            closer = StepSeries(whole.span, wanted)
             closer.add_window(
                 self._reader.metrics, max(first, low - margin), min(last, high + margin)
             )
@@ -282,11 +272,10 @@ class _OverlaidRun(_ReadRun):
         """Read what is new. A run that cannot be read keeps what is known of it; its loads begin
         once all steps are known, where wanted.
         """
-        self._want(wanted)
         self.wanted = wanted
         try:
             update = self._reader.poll(limit_records=20_000, limit_s=OVERLAY_READ_S, earlier=False)
-            more = self._read_steps(OVERLAY_READ_S) or update.more
+            more = self._read_steps(wanted, OVERLAY_READ_S) or update.more
             add = bool(wanted.samples) and not more
             for host, new in update.samples.items():
                 kept = self._new_samples.get(host, ())

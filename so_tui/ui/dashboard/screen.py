@@ -276,7 +276,7 @@ class DashboardScreen(ResizablePage):
             window = axis.in_steps() if axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
-            snapshot = await asyncio.to_thread(follower.poll, window, wanted, cursor)
+            snapshot = await asyncio.to_thread(follower.poll, wanted, window, cursor)
             others = [run for run in self.chosen if run != follower.run]
             overlays: tuple[Overlaid, ...] = ()
             if others or self.overlays:
@@ -473,10 +473,6 @@ class DashboardScreen(ResizablePage):
 
     async def action_page(self, turned: int) -> None:
         await self._arrange(self.charts.chart_layout, turned)
-
-    @on(Chart.PageTurned)
-    async def _page_turned(self) -> None:
-        await self.action_page(1)
 
     async def action_hardware(self) -> None:
         """Show what GPUs and nodes did instead of the metrics that the user chose, or these

@@ -10,7 +10,7 @@ from textual import events, getters, on, work
 from textual.containers import Container
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
-from textual.worker import Worker, WorkerState
+from textual.worker import get_current_worker
 
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
@@ -173,40 +173,32 @@ class RunsScreen(FiltersTable, ResizablePage):
             return
         self.filtered()
         curves, shown = self._curves, self.table.shown
-        self._read_stale(
-            [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
-        )
-
-    def _read_stale(self, rows: list[RunRow]) -> None:
+        rows = [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
         reading = any(worker.group == "curve" and worker.is_running for worker in self.workers)
         if rows and not reading:
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
-    def _read_curves(self, rows: list[RunRow]) -> Curves:
-        found: dict[RunDirectory, LossCurve] = {}
-        for row in rows:
-            try:
-                curve = self._curve_reader.read(row)
-            except OSError:
-                continue  # deleted meanwhile, or unreadable: its row shows its state
-            if curve is not None:
-                found[row.run] = curve
-        self.call_later(self._show_curves, found)
-        return found
+    def _read_curves(self, rows: list[RunRow]) -> None:
+        """Read on where one look is not enough for a long run: the list itself may not change for
+        hours.
+        """
+        worker = get_current_worker()
+        while rows and self.is_current and not worker.is_cancelled:
+            found: dict[RunDirectory, LossCurve] = {}
+            for row in rows:
+                try:
+                    curve = self._curve_reader.read(row)
+                except OSError:
+                    continue  # deleted meanwhile, or unreadable: its row shows its state
+                if curve is not None:
+                    found[row.run] = curve
+            self.call_later(self._show_curves, found)
+            rows = [row for row in rows if row.run in found and found[row.run].unread_share]
 
     def _show_curves(self, found: Curves) -> None:
         self._curves = {**self._curves, **found}
         self.filtered()
-
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Read on where one look was not enough for a long run: the list itself may not change for
-        hours.
-        """
-        if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
-            found: Curves = event.worker.result or {}
-            long = {run for run, curve in found.items() if curve.unread_share}
-            self._read_stale([row for row in self.table.shown if row.run in long])
 
     def filtered(self) -> None:
         """Redraw the table and keep the cursor on its run."""
