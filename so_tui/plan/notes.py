@@ -860,31 +860,11 @@ class AcrossHosts(Fact, frozen=True):
 
 
 class CheckpointInterval(Fact, frozen=True):
-    """How often saving costs the least, with what failures make a run repeat."""
+    """How often saving costs the least: read in plans of earlier versions, no longer said."""
 
     minutes: float
-    pause_s: float
-    """For which training stands still for a checkpoint."""
-    gpus: int
-    failure_hours: float
-    """Mean time between failures of all of them together."""
-    given_minutes: float | None
-    """What the spec sets; None if nothing is saved before the end."""
 
-    @property
-    def message(self) -> str:
-        minutes = max(1, round(self.minutes))
-        days = plural(max(1, round(self.failure_hours / 24)), "day")
-        given = (
-            f". Nothing is saved before the end; checkpoint.every_minutes={minutes} changes that"
-            if self.given_minutes is None
-            else f"; these settings save one in {duration(60 * self.given_minutes)}"
-        )
-        return self.say(
-            f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): "
-            "each holds training up for about {pause_s:duration}, and {gpus:gpus} can be expected "
-            f"to fail once in {days}{given}"
-        )
+    words = "checkpoints: one in {minutes:.0f} minutes costs the least time"
 
 
 Choice = (
