@@ -13,7 +13,7 @@ from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
 from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
 from so_tui.model.shape import Architecture, architecture
-from so_tui.plan.binding import Gpus, bind_ranks, whole_gpus
+from so_tui.plan.binding import Gpus, bind_ranks, chosen_gpus, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
 from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
 from so_tui.plan.plan import Binding, Plan
@@ -129,11 +129,7 @@ def calibrated_resources(
     # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a
     # plan's time.
     problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
-    chosen = (
-        whole_gpus(machine)[:gpus]
-        if isinstance(gpus, int)
-        else tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
-    )
+    chosen = chosen_gpus(machine, gpus)
     name = chosen[0].name if chosen else ""
     fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
     return Resources(
@@ -162,13 +158,16 @@ def calibrated_resources(
 def _bound(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float
 ) -> tuple[Blocker | None, Binding]:
-    present = tuple(gpu.index for gpu in machine.gpus)
-    if present and isinstance(gpus, int) and gpus > len(present):
-        return TooFewGpus(machine=machine.label, asked=gpus, present=len(present)), ()
-    if present and not isinstance(gpus, int):
+    whole = tuple(gpu.index for gpu in whole_gpus(machine))
+    split, name = tuple(gpu.index for gpu in machine.gpus if gpu.mig), machine.label
+    if machine.gpus and isinstance(gpus, int) and gpus > len(whole):
+        return TooFewGpus(machine=name, asked=gpus, present=len(whole), split=split), ()
+    if machine.gpus and not isinstance(gpus, int):
         for index in gpus:
-            if index not in present:
-                found = NoSuchGpu(machine=machine.label, asked=gpus, missing=index, present=present)
+            if index not in whole:
+                found = NoSuchGpu(
+                    machine=name, asked=gpus, missing=index, present=whole, split=split
+                )
                 return found, ()
     try:
         return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
