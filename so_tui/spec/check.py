@@ -346,13 +346,14 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
-def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o600, overwrite: bool = True) -> None:
     """Replace a file atomically: readers see the old content or the new.
 
     Args:
         path: The file.
         content: All of its new content.
         mode: Its permissions, less those that the umask takes away.
+        overwrite: False raises FileExistsError where there is a file already.
 
     Raises:
         OSError: If writing fails; the old file is unchanged and no temporary file is left.
@@ -368,7 +369,12 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if overwrite:
+            temporary.replace(path)
+        else:
+            # Unlike a rename, this fails if another process took the name in the meantime.
+            os.link(temporary, path)
+            temporary.unlink()
     except OSError as error:
         error.filename = error.filename or str(
             path
