@@ -10,13 +10,12 @@ from msgspec import Struct
 
 from so_tui.machine.host import distance
 from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
-from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
-from so_tui.model.shape import Architecture, architecture
+from so_tui.model.shape import Architecture
 from so_tui.plan.binding import Gpus, bind_ranks, chosen_gpus, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
 from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
-from so_tui.plan.plan import Binding, Plan
+from so_tui.plan.plan import Binding
 from so_tui.plan.rates import Speed, assumed_network
 from so_tui.spec.attention import (
     FORMER_NAMES,
@@ -247,31 +246,13 @@ def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> 
     return choose_backend(needs, present)
 
 
-# What DeepSpeed's SuperOffload examples do that a plan has to know: their TFLOPS, and a config
-# without a clipping key.
+# A config of DeepSpeed's SuperOffload examples without a clipping key, as DeepSpeed reads it.
 
 
 _CLIPS_BY_DEFAULT = (0, 19, 8)
 """The DeepSpeed version since which a missing ``gradient_clipping`` means 1.0; before, it
 meant 0.
 """
-
-
-def example_tflops(plan: Plan) -> float | None:
-    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None
-    without a prediction of time.
-    """
-    spec = plan.spec
-    if plan.step_s is None:
-        return None
-    return seed_tflops_total(
-        spec.model.parameter_count,
-        architecture(spec.model.config),
-        spec.data.sequence_length,
-        plan.tokens_per_step // spec.data.sequence_length,
-        plan.step_s,
-        checkpointing=spec.model.repeats_products,
-    )
 
 
 def as_read(spec: RunSpec, machine: Machine) -> RunSpec:

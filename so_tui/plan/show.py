@@ -19,7 +19,6 @@ from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
-from so_tui.plan.resources import example_tflops
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
@@ -369,11 +368,6 @@ def _step(plan: Plan) -> RenderableType:
     )
     if plan.model_tflops_per_gpu:
         said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
-        said.append(
-            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of "
-            "DeepSpeed's example)",
-            "dim",
-        )
     if plan.speed_source:
         said.append(f"\n≈ {_speed_source_text(plan.speed_source, plan.mode)}", "dim")
     if error := plan.step_error:

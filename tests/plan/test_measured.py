@@ -16,11 +16,10 @@ from msgspec.structs import replace
 
 from benchmarks import planner_errors, planner_fit
 from benchmarks.planner_errors import errors, pairs, quantile, ratio_error
-from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared
+from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared, example_tflops
 from so_tui.machine.known import named_machine
 from so_tui.plan import rates
 from so_tui.plan.rates import Calibrated, StepError, published_speed, step_error
-from so_tui.plan.resources import example_tflops
 from so_tui.plan.show import render_plan
 from so_tui.ui.plan_view import headline
 from so_tui.validation.validate import with_layers
