@@ -524,8 +524,8 @@ def _value_problems(path: str, value: Any, kind: Any, index: Mapping[str, FieldI
         yield Problem("no-data", path, "[]", "names no data", _MISSING_REMEDIES[path])
         return
     if path == "data.source" and isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _source_problems(f"{path}[{index}]", part)
+        for number, part in enumerate(value):
+            yield from _source_problems(f"{path}[{number}]", part)
         return
     info = _source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else index.get(path)
     if not _is_finite(value):
