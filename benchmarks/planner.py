@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.planner_fit import load_bytes, load_peak_bytes
 from benchmarks.planner_settings import (
     GPU,
     OFFLOAD,
@@ -381,10 +382,13 @@ def _run(
         return {"error": str(error), "wall_s": round(time.monotonic() - begun, 1)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _, predicted = predicted_of(spec, machine, measured.workload)
+    planned, predicted = predicted_of(spec, machine, measured.workload)
+    told = load_bytes(planned.spec, planned.breakdown, planned.gpus)
+    found = msgspec.to_builtins(measured)
+    found["figures"]["host_load_bytes"] = load_peak_bytes(run.records, run.samples)
     return {
-        "measured": msgspec.to_builtins(measured),
-        "predicted": msgspec.to_builtins(predicted),
+        "measured": found,
+        "predicted": msgspec.to_builtins(predicted) | {"host_load_bytes": told},
         "wall_s": round(time.monotonic() - begun, 1),
     }
 

@@ -19,12 +19,13 @@ from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan.fit import Target, assess
-from so_tui.plan.host_memory import load_bytes, steady_bytes
+from so_tui.plan.host_memory import gradient_blocks, steady_bytes
 from so_tui.plan.measured import Figures
 from so_tui.plan.plan import GPU_MARGIN
 from so_tui.plan.rates import PATH, Constants, Speed, constants, published_speed, using
 from so_tui.plan.resources import Resources, resources_of
-from so_tui.plan.terms import OUTSIDE_ALLOCATOR
+from so_tui.plan.terms import OUTSIDE_ALLOCATOR, MemoryTerm
+from so_tui.runs.records import MetricRecord, PhaseRecord, Sample
 from so_tui.spec import RunSpec, check_tree, with_values
 
 MEMORY = (
@@ -78,13 +79,24 @@ would go into gains that no plan shows.
 """
 
 
+class LoadFigures(Figures, frozen=True, kw_only=True):
+    """Figures of a setting, with host memory while it loads."""
+
+    host_load_bytes: int = 0
+    """Most before the first step; 0 where it was not measured."""
+
+
+class LoadMeasured(Measured, frozen=True, kw_only=True):
+    figures: LoadFigures
+
+
 @dataclass(frozen=True)
 class Case:
     """A measured row, ready to be predicted again."""
 
     spec: RunSpec
     resources: Resources
-    measured: Measured
+    measured: LoadMeasured
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -93,7 +105,7 @@ def case_of(row: dict[str, Any]) -> Case:
     # that time.
     spec = with_values(check_tree(row["spec"]), row.get("defaults", {}))
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
-    measured = msgspec.convert(row["measured"], Measured)
+    measured = msgspec.convert(row["measured"], LoadMeasured)
     obsolete = dict.fromkeys(row.get("since_changed", ()), 0)
     measured = replace(measured, figures=replace(measured.figures, **obsolete))
     return Case(spec, dataclasses.replace(resources, speed=_speed(machine, row["speed"])), measured)
@@ -109,7 +121,45 @@ def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
     return msgspec.convert(msgspec.to_builtins(published) | noted, Speed)
 
 
-def predicted(case: Case) -> Figures:
+def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
+    """Return the peak host memory of a run of ``ranks`` on one host before its first step, launcher
+    included.
+
+    DeepSpeed's optimizers allocate their moments in that step, ours before. NCCL's memory comes
+    with the first collectives.
+    """
+    node = [found for found in terms if found.location == "node"]
+    kinds = {found.kind for found in node}
+    partition = sum(found.bytes for found in node if found.kind == "gradient-partition")
+    later = {"saving", "nccl-on-host"}
+    if not spec.offload.own_engine:
+        later |= {"moments", *({"loading"} if partition else ())}
+    allocating = 0
+    if partition and "libraries" in kinds:  # without CUDA nothing is copied into pinned memory
+        layout = profile_of(spec.model).layout(ranks, spec.offload)
+        allocating, _ = gradient_blocks(layout, partition, "pinned-rounding" in kinds)
+    each = sum(
+        found.bytes * (ranks if found.rank is None else 1)
+        for found in node
+        if found.kind not in later
+    )
+    return allocating * ranks + each
+
+
+def load_peak_bytes(records: Sequence[MetricRecord], samples: Sequence[Sample]) -> int:
+    """Return the most host memory that a run's processes had before its first step."""
+    # The first step's own record does not mark its start: it is written late, after the memory of
+    # all processes was measured.
+    training = next(
+        record.time
+        for record in records
+        if isinstance(record, PhaseRecord) and record.phase == "training"
+    )
+    before = (sample.run_memory_peak_bytes or 0 for sample in samples if sample.time < training)
+    return max(before, default=0)
+
+
+def predicted(case: Case) -> LoadFigures:
     """With the constants of the moment, for the data that was trained on."""
     resources = case.resources
     target = Target(
@@ -117,7 +167,7 @@ def predicted(case: Case) -> Figures:
     )
     found = assess(case.spec, target)
     on_gpu = [term for term in found.terms if term.location == "gpu"]
-    return Figures(
+    return LoadFigures(
         step_s=found.step.total_s if found.step else 0.0,
         forward_s=found.step.forward_s if found.step else 0.0,
         backward_s=found.step.backward_s if found.step else 0.0,
@@ -303,7 +353,7 @@ _COLUMNS = (
 )
 
 
-Compared = tuple[dict[str, Any], Figures, Figures]
+Compared = tuple[dict[str, Any], LoadFigures, LoadFigures]
 """A row, what is planned of it, and what was measured."""
 
 
@@ -332,9 +382,11 @@ def _table(rows: Sequence[Compared]) -> list[str]:
     return [*lines, "", "Each cell: predicted / measured (error)."]
 
 
-def _told_and_found(row: dict[str, Any]) -> tuple[Figures, Figures]:
+def _told_and_found(row: dict[str, Any]) -> tuple[LoadFigures, LoadFigures]:
     case = case_of(row)
-    told = msgspec.convert(row["predicted"], Figures) if row["set"] == "check" else predicted(case)
+    told = (
+        msgspec.convert(row["predicted"], LoadFigures) if row["set"] == "check" else predicted(case)
+    )
     return told, case.measured.figures
 
 

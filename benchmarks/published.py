@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
-from so_tui.model.flops import hw_flops
+from so_tui.model.flops import hw_flops, seed_tflops_total
 from so_tui.model.profile import in_tiles, profile_of
+from so_tui.model.shape import architecture
 from so_tui.plan import step_time
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import published_speed
-from so_tui.plan.resources import example_tflops
 from so_tui.plan.step_time import ADAM_BYTES
 from so_tui.spec import RunSpec, load_catalog, with_values
 from so_tui.validation.validate import with_layers
@@ -247,6 +247,23 @@ def _early_step_s(figure: Published) -> float:
     layout = profile_of(plan.spec.model).layout(plan.gpus, plan.spec.offload)
     rate = speed.adam_bytes_per_s(len(plan.binding[0].adam_cpus), 1)
     return _gpu_s(figure) + step_time.exposed_adam_s(layout, rate, without.backward_s)
+
+
+def example_tflops(plan: Plan) -> float | None:
+    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None
+    without a prediction of time.
+    """
+    spec = plan.spec
+    if plan.step_s is None:
+        return None
+    return seed_tflops_total(
+        spec.model.parameter_count,
+        architecture(spec.model.config),
+        spec.data.sequence_length,
+        plan.tokens_per_step // spec.data.sequence_length,
+        plan.step_s,
+        checkpointing=spec.model.repeats_products,
+    )
 
 
 def _tflops(plan: Plan, step_s: float | None = None) -> float:

@@ -15,7 +15,7 @@ from so_tui.trust.decoding import prepare
 AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
 ALERTS: tuple[AlertName, ...] = get_args(AlertName)
 Key = Annotated[str, Meta(min_length=1, max_length=80)]
-Argument = Annotated[str, Meta(max_length=4096)]
+Argument = Annotated[str, Meta(max_length=4096, pattern=r"^[^\0]*\Z")]
 Rows = Annotated[int, Meta(ge=4, le=500)]
 NodeRows = Annotated[int, Meta(ge=0, le=100)]
 Columns = Annotated[int, Meta(ge=30, le=500)]

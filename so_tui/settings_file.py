@@ -6,13 +6,12 @@ in the user's name: it counts only if nobody else can even read the file.
 Problem codes: settings-not-own: The file or its folder is another user's, or others can write
 it. Nothing of it is used. settings-readable: Others can read the file, so the command in it is
 not used. settings-unreadable, settings-invalid-toml: It cannot be read, is too large, or is not
-TOML. Nothing of it is used. unknown-setting, invalid-setting: A key does not exist, or a value
-is none that it takes. The default is used. settings-not-writable: It cannot be written.
+TOML. Nothing of it is used. settings-not-writable: It cannot be written. A wrong key has the code
+of one of a preset (``so_tui.spec.check``), and its default is used.
 """
 
 from __future__ import annotations
 
-import math
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -27,21 +26,14 @@ from msgspec.structs import replace
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
-from so_tui.spec.errors import InputError, Problem, nearest, shown, some
+from so_tui.spec.check import section_problems, write_atomic
+from so_tui.spec.errors import InputError, Problem, shown
 from so_tui.spec.keys import FieldInfo, fields_of
 from so_tui.trust.decoding import Tree, decode_toml
 from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
 from so_tui.trust.text import quoted
 
 LARGEST_BYTES = 1 << 16
-
-
-def _types(of: Any) -> Tree:
-    """Return the type of each field of a struct."""
-    return {field.name: field.type for field in msgspec.structs.fields(of)}
-
-
-_TABLES = _types(Settings)
 
 
 class Loaded(Struct, frozen=True):
@@ -86,38 +78,23 @@ def _checked(tree: Tree) -> Loaded:
     """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no
     other.
     """
-    problems: list[Problem] = []
-    good: dict[str, Tree] = {}
-    for name, value in tree.items():
-        if name not in _TABLES or not isinstance(value, dict):
-            problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES)))
-            continue
-        types = _types(_TABLES[name])
-        for key, given in value.items():
-            if key not in types:
-                problems.append(_unknown(f"{name}.{key}", given, tuple(types)))
-            elif fault := _fault(f"{name}.{key}", given, types[key]):
-                problems.append(_invalid(f"{name}.{key}", given, fault))
-            else:
-                good.setdefault(name, {})[key] = given
-    return Loaded(msgspec.convert(good, Settings), tuple(problems))
-
-
-def _fault(key: str, given: Any, kind: Any) -> str:
-    """Return why a setting cannot have a value, as a clause that follows it; empty if it can."""
-    try:
-        value = msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        if words := setting_index()[key].choices:
-            return f"is none of {', '.join(words)}"
-        return f"is not what it takes: {str(error).replace('`', '').rstrip('.')}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "is not a finite number"
-    if key == "alerts.command" and value and (not value[0] or "\0" in "".join(value)):
-        return (
-            "is no argument list: its first argument names a program, and none has a NUL character"
+    problems = [*section_problems(tree, Settings, setting_index())]
+    wrong = {problem.field for problem in problems}
+    good = {
+        table: {key: given for key, given in keys.items() if f"{table}.{key}" not in wrong}
+        for table, keys in tree.items()
+        if table not in wrong
+    }
+    command = good.get("alerts", {}).get("command")
+    if command and not command[0]:
+        message, remedy = "names no program", "Give its name as the first argument."
+        problems.append(
+            Problem("invalid-content", "alerts.command", shown(command), message, remedy)
         )
-    return ""
+        del good["alerts"]["command"]
+    file = str(settings_file())
+    named = tuple(replace(problem, file=file) for problem in problems)
+    return Loaded(msgspec.convert(good, Settings), named)
 
 
 def change_settings(changes: Mapping[str, Any]) -> Settings:
@@ -154,7 +131,7 @@ def change_settings(changes: Mapping[str, Any]) -> Settings:
             raise InputError(wrong)
         present = document.get(table, {})
         if not isinstance(present, dict):
-            raise InputError([_invalid(table, present, "is not a table")])
+            raise InputError(_checked({table: present}).problems)
         if value is None:
             present.pop(name, None)
         else:
@@ -197,8 +174,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, text: str) -> None:
-    from so_tui.spec.check import write_atomic
-
     target = path.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -235,21 +210,3 @@ def _not_toml(error: Exception) -> Problem:
         "defaults hold."
     )
     return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy)
-
-
-def _unknown(key: str, value: Any, known: tuple[str, ...]) -> Problem:
-    return Problem(
-        "unknown-setting",
-        key,
-        shown(value),
-        "there is no such setting",
-        f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
-        f"{some(known)}.",
-        file=str(settings_file()),
-    )
-
-
-def _invalid(key: str, value: Any, message: str) -> Problem:
-    about = setting_index()[key].description if key in setting_index() else ""
-    remedy = f"{about[:1].upper()}{about[1:]}." if about else "Write it as a table of its own."
-    return Problem("invalid-setting", key, shown(value), message, remedy, file=str(settings_file()))

@@ -23,7 +23,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
-from so_tui.plan.host_memory import load_bytes, steady_bytes
+from so_tui.plan.host_memory import steady_bytes
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe
 from so_tui.plan.plan import Launch, Plan
 from so_tui.plan.planner import make_plan
@@ -34,7 +34,6 @@ from so_tui.runs.records import (
     FINAL_STATES,
     EndRecord,
     MetricRecord,
-    PhaseRecord,
     RunState,
     Sample,
     StepRecord,
@@ -126,7 +125,7 @@ _GRACE_S = 20.0
 """What a run that is given up may take to stop before it is killed. It saves nothing."""
 
 _TIMES = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")
-_SIZES = ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes")
+_SIZES = ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes")
 """Figures in seconds and in bytes."""
 
 Data = Literal["random", "spec"]
@@ -269,22 +268,12 @@ def measured_of(ran: _Ran, plan: Plan) -> Measured:
         if gpu.index in used
     ]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    # The first step's own record does not mark its start: it is written late, after the memory of
-    # all processes was measured.
-    began = (
-        record.time
-        for record in ran.records
-        if isinstance(record, PhaseRecord) and record.phase == "training"
-    )
-    training = next(began, steps[0].time - steps[0].step_s)
-    before = (sample.run_memory_peak_bytes or 0 for sample in ran.samples if sample.time < training)
     return Measured(
         figures=Figures(
             **{name: median(getattr(step, name) for step in counted) for name in _TIMES},
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
-            host_load_bytes=max(before, default=0),
         ),
         workload=_workload_of(counted, plan),
         steps=len(counted),
@@ -336,7 +325,6 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
         gpu_reserved_bytes=plan.gpu_reserved_bytes,
         gpu_device_bytes=plan.gpu_bytes,
         host_bytes=steady_bytes(plan.breakdown, plan.gpus),
-        host_load_bytes=load_bytes(plan.spec, plan.breakdown, plan.gpus),
     )
 
 

@@ -112,24 +112,6 @@ def trainable(blocks: Sequence[ParameterBlock]) -> tuple[Parameter, ...]:
     return tuple(sorted(own, key=lambda parameter: not parameter.decay))
 
 
-def _cut(
-    parameters: Sequence[Parameter], ranks: int, sub_group_size: int
-) -> tuple[_UnplacedSubGroup, ...]:
-    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter
-    groups.
-    """
-    rows: list[_UnplacedSubGroup] = []
-    for decay in (True, False):
-        members = [parameter for parameter in parameters if parameter.decay == decay]
-        names = tuple(parameter.name for parameter in members)
-        numels = [partition_numel(parameter.numel, ranks) for parameter in members]
-        rows += [
-            (decay, names[start:stop], sum(numels[start:stop]))
-            for start, stop in sub_group_slices(numels, sub_group_size)
-        ]
-    return tuple(rows)
-
-
 def _sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
     """Return how many of the first sub-groups stay on the GPU.
 
@@ -140,26 +122,6 @@ def _sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) ->
     if rule == "so-tui":
         return gpu_sub_groups(numels, ratio)
     return len(numels) if rule == "gpu" else int((1 - ratio) * len(numels))
-
-
-def _assign_devices(
-    rows: Sequence[_UnplacedSubGroup], ranks: int, ratio: float, rule: DeviceRule
-) -> StateLayout:
-    """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as
-    ``rule`` says.
-    """
-    numels = [numel for _, _, numel in rows]
-    on_gpu = _sub_groups_on_gpu(numels, ratio, rule)
-    return StateLayout(
-        ranks=ranks,
-        sub_groups=tuple(
-            _SubGroup(*row, index, "gpu" if index < on_gpu else "cpu")
-            for index, row in enumerate(rows)
-        ),
-        numel=sum(numels),
-        gpu_numel=sum(numels[:on_gpu]),
-        largest_sub_group=max(numels),
-    )
 
 
 # Bytes that a forward pass stores for backward, per token, by what is recomputed. Pure numbers.
@@ -463,15 +425,39 @@ def _device_rule(offload: OffloadSpec) -> DeviceRule:
 def _sub_groups(
     profile: ModelProfile, ranks: int, sub_group_size: int
 ) -> tuple[_UnplacedSubGroup, ...]:
-    return _cut(profile.trainable, ranks, sub_group_size)
+    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter
+    groups.
+    """
+    rows: list[_UnplacedSubGroup] = []
+    for decay in (True, False):
+        members = [parameter for parameter in profile.trainable if parameter.decay == decay]
+        names = tuple(parameter.name for parameter in members)
+        numels = [partition_numel(parameter.numel, ranks) for parameter in members]
+        rows += [
+            (decay, names[start:stop], sum(numels[start:stop]))
+            for start, stop in sub_group_slices(numels, sub_group_size)
+        ]
+    return tuple(rows)
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _layout(
     profile: ModelProfile, ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
 ) -> StateLayout:
+    """Return the layout of one rank: the first sub-groups stay on the GPU, as ``rule`` says."""
     rows = _sub_groups(profile, ranks, sub_group_size)
-    return _assign_devices(rows, ranks, ratio, rule)
+    numels = [numel for _, _, numel in rows]
+    on_gpu = _sub_groups_on_gpu(numels, ratio, rule)
+    return StateLayout(
+        ranks=ranks,
+        sub_groups=tuple(
+            _SubGroup(*row, index, "gpu" if index < on_gpu else "cpu")
+            for index, row in enumerate(rows)
+        ),
+        numel=sum(numels),
+        gpu_numel=sum(numels[:on_gpu]),
+        largest_sub_group=max(numels),
+    )
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)

@@ -97,15 +97,15 @@ def bind_ranks(machine: Machine, gpus: Gpus, *, cpu_adam_cores_fraction: float) 
     Args:
         machine: Its nodes, GPUs and allowed CPUs.
         gpus: A count (the first ones) or host indices; ranks follow ascending indices, because
-            DeepSpeed sorts its ``--include`` list. On a machine without GPUs it is the number of
-            ranks, spread over the CPU nodes.
+            DeepSpeed sorts its ``--include`` list. Without whole GPUs it is the number of ranks,
+            spread over the CPU nodes.
         cpu_adam_cores_fraction: The Adam worker's share.
 
     Raises:
-        InputError: The machine lacks a GPU that was asked for (``unavailable-gpu``,
-            ``duplicate-gpu``), or none of its CPUs may be used (``no-usable-cpu``).
+        InputError: None of the machine's CPUs may be used (``no-usable-cpu``).
     """
-    wanted = _wanted(machine, gpus)
+    ranks = gpus if isinstance(gpus, int) else len(gpus)
+    wanted = chosen_gpus(machine, gpus) or (None,) * ranks
     homes = _homes(_cpu_groups(machine), wanted)
     # Each rank's share of its CPUs; with more ranks than cores a core is shared.
     cores = tuple(
@@ -172,42 +172,14 @@ def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
     return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
 
 
-def _wanted(machine: Machine, gpus: Gpus) -> tuple[Gpu | None, ...]:
-    """Return the GPU of each rank; None for each on a machine without GPUs."""
-    ranks = gpus if isinstance(gpus, int) else len(gpus)
-    if not machine.gpus:
-        return (None,) * ranks
-    whole = {gpu.index: gpu for gpu in whole_gpus(machine)}
-    available = list(whole)
-    indices = available[:gpus] if isinstance(gpus, int) else sorted(gpus)
-    twice = len(set(indices)) < len(indices)
-    if len(indices) == ranks and whole.keys() >= set(indices) and not twice:
-        return tuple(whole[index] for index in indices)
-    split, amd = [gpu.index for gpu in machine.gpus if gpu.mig], machine.gpus[0].vendor == "amd"
-    code, message = (
-        "unavailable-gpu",
-        f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}",
-    )
-    if twice:
-        code, message = "duplicate-gpu", "the same GPU is named twice"
-    elif split:
-        message += (
-            f"; GPU {cpu_ranges(split)} is split {'into compute partitions' if amd else 'by MIG'}"
-        )
-    whole_again = (
-        "Make one whole (`amd-smi set --compute-partition SPX`"
-        if amd
-        else "Switch MIG off (`nvidia-smi -mig 0`"
-    )
-    raise reject(
-        code,
-        "gpus",
-        str(gpus) if isinstance(gpus, int) else str(list(gpus)),
-        message,
-        f"Ask for at most {len(available)}, each once."
-        if available
-        else f"{whole_again}, as root).",
-    )
+def chosen_gpus(machine: Machine, gpus: Gpus) -> tuple[Gpu, ...]:
+    """Return the whole GPUs of a count (the first ones) or of these indices, in index order. Those
+    that are not there are left out.
+    """
+    whole = whole_gpus(machine)
+    if isinstance(gpus, int):
+        return whole[:gpus]
+    return tuple(gpu for gpu in whole if gpu.index in gpus)
 
 
 def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.profile import StateLayout, profile_of
+from so_tui.model.profile import StateLayout
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan.placement import Placement, power_of_two
 from so_tui.plan.rates import constants
 from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind, Terms, sized, term
-from so_tui.spec.run_spec import RunSpec
 
 # Room for copies of the states, from which checkpoints are written while training goes on.
 #
@@ -78,31 +77,6 @@ def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
     return each * ranks + sum(found.bytes for found in node if found.kind == "libraries")
 
 
-def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
-    """Return the peak host memory of a run of ``ranks`` on one host before its first step, launcher
-    included.
-
-    DeepSpeed's optimizers allocate their moments in that step, ours before. NCCL's memory comes
-    with the first collectives.
-    """
-    node = [found for found in terms if found.location == "node"]
-    kinds = {found.kind for found in node}
-    partition = sum(found.bytes for found in node if found.kind == "gradient-partition")
-    later = {"saving", "nccl-on-host"}
-    if not spec.offload.own_engine:
-        later |= {"moments", *({"loading"} if partition else ())}
-    allocating = 0
-    if partition and "libraries" in kinds:  # without CUDA nothing is copied into pinned memory
-        layout = profile_of(spec.model).layout(ranks, spec.offload)
-        allocating, _ = _gradient_blocks(layout, partition, "pinned-rounding" in kinds)
-    each = sum(
-        found.bytes * (ranks if found.rank is None else 1)
-        for found in node
-        if found.kind not in later
-    )
-    return allocating * ranks + each
-
-
 class _GradientBlocks(NamedTuple):
     """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and
     its gradient partition.
@@ -114,7 +88,7 @@ class _GradientBlocks(NamedTuple):
     """Blocks that torch's allocator retains for others of their size, none of which follows."""
 
 
-def _gradient_blocks(
+def gradient_blocks(
     layout: StateLayout, partition_bytes: int, pinned_rounded: bool
 ) -> _GradientBlocks:
     """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of
@@ -175,7 +149,7 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
     )
     allocating = 0
     if "gradient-partition" in later:
-        allocating, unused = _gradient_blocks(
+        allocating, unused = gradient_blocks(
             layout, later["gradient-partition"], placement.pinned_rounded
         )
         later["unused-pinned-blocks"] = unused

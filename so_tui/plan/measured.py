@@ -106,8 +106,6 @@ class Figures(Struct, frozen=True, kw_only=True):
     gpu_device_bytes: int
     host_bytes: int
     """Of the run's processes while it trains."""
-    host_load_bytes: int = 0
-    """Most before the first step; 0 where it was not measured."""
 
 
 class Passes(Struct, frozen=True, kw_only=True):

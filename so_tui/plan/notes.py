@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Network
 from so_tui.plan.rates import ALIKE, network_rate_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
@@ -78,6 +79,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "duration": duration,
     "line": printable_line,
     "network": network_rate_text,
+    "ranges": cpu_ranges,
     "list": lambda numbers: str(list(numbers)),
     "listed": lambda texts: ", ".join(map(printable_line, texts)),
     "gpus": lambda number: plural(number, "GPU"),
@@ -200,12 +202,24 @@ class EngineNeedsGpu(Fact, frozen=True):
     )
 
 
+_SPLIT = "[; GPU {split:ranges} is split by MIG or into compute partitions]"
+_MAKE_WHOLE = (
+    "Make one whole (`nvidia-smi -mig 0` or `amd-smi set --compute-partition SPX`, as root)"
+)
+
+
 class TooFewGpus(Fact, frozen=True):
     machine: str
     asked: int
     present: int
+    """Whole ones."""
+    split: tuple[int, ...] = ()
+    """GPUs in parts, of which a rank would see one."""
 
-    words = "gpus = {asked}: {machine} has {present:gpus}. Ask for {present:or_fewer}"
+    words = (
+        f"gpus = {{asked}}: {{machine}} has {{present:gpus}}{_SPLIT}. "
+        f"{{present:Ask for {{present:or_fewer}}|{_MAKE_WHOLE}}}"
+    )
 
 
 class NoSuchGpu(Fact, frozen=True):
@@ -213,10 +227,13 @@ class NoSuchGpu(Fact, frozen=True):
     asked: tuple[int, ...]
     missing: int
     present: tuple[int, ...]
+    """Whole ones."""
+    split: tuple[int, ...] = ()
+    """GPUs in parts, of which a rank would see one."""
 
     words = (
-        "gpus = {asked:list}: there is no GPU {missing}, {machine} has {present:number_of_gpus}. "
-        "Choose from {present:list}"
+        "gpus = {asked:list}: there is no GPU {missing}, {machine} has {present:number_of_gpus}"
+        f"{_SPLIT}. {{present:Choose from {{present:list}}|{_MAKE_WHOLE}}}"
     )
 
 
@@ -860,31 +877,11 @@ class AcrossHosts(Fact, frozen=True):
 
 
 class CheckpointInterval(Fact, frozen=True):
-    """How often saving costs the least, with what failures make a run repeat."""
+    """How often saving costs the least: read in plans of earlier versions, no longer said."""
 
     minutes: float
-    pause_s: float
-    """For which training stands still for a checkpoint."""
-    gpus: int
-    failure_hours: float
-    """Mean time between failures of all of them together."""
-    given_minutes: float | None
-    """What the spec sets; None if nothing is saved before the end."""
 
-    @property
-    def message(self) -> str:
-        minutes = max(1, round(self.minutes))
-        days = plural(max(1, round(self.failure_hours / 24)), "day")
-        given = (
-            f". Nothing is saved before the end; checkpoint.every_minutes={minutes} changes that"
-            if self.given_minutes is None
-            else f"; these settings save one in {duration(60 * self.given_minutes)}"
-        )
-        return self.say(
-            f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): "
-            "each holds training up for about {pause_s:duration}, and {gpus:gpus} can be expected "
-            f"to fail once in {days}{given}"
-        )
+    words = "checkpoints: one in {minutes:.0f} minutes costs the least time"
 
 
 Choice = (

@@ -35,7 +35,7 @@ from so_tui.plan.notes import (
 )
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
 from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
-from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
+from so_tui.plan.reasons import across_hosts, blockers, cautions, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import as_read, attention_of, rank_counts
 from so_tui.plan.search import (
@@ -328,7 +328,6 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
             pass_s=min(once.forward_s, once.backward_s) if once else None,
         )
     yield from across_hosts(found)
-    yield from checkpoint_interval(found)
     attention = attention_of(found.spec, found.target.profile, resources)
     if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in (
         "not-installed",

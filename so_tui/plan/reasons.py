@@ -5,7 +5,6 @@ worth knowing. Pure functions.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
@@ -20,7 +19,6 @@ from so_tui.plan.notes import (
     Blocker,
     Caution,
     CheckpointingChosen,
-    CheckpointInterval,
     Choice,
     ClippingWaits,
     DeepSpeedNvidiaOnly,
@@ -241,62 +239,6 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
         network=target.resources.network,
         seconds=seconds,
         longer_s=longer_s,
-    )
-
-
-GPU_HOURS_BETWEEN_FAILURES = 50_000
-"""Hours that one GPU with its share of a host runs, on average, until something ends the run.
-Meta's training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs.
-"""
-DISK_BYTES_PER_S = 1e9
-"""Rate at which a shared file system takes a checkpoint, until one has been measured."""
-_USUAL_MINUTES = 60.0
-
-
-def _best_interval_s(cost_s: float, failure_s: float) -> float:
-    """Return the seconds of training between checkpoints that lose the least time, by Daly's
-    formula of higher order.
-
-    Args:
-        cost_s: How long training stands still for a checkpoint.
-        failure_s: Mean time between failures of the whole run.
-    """
-    if cost_s >= 2 * failure_s:
-        return failure_s
-    share = cost_s / (2 * failure_s)
-    return math.sqrt(2 * cost_s * failure_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
-
-
-def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
-    """Yield the best interval for a run that a failure would cost much: in a job, on several hosts,
-    or longer than the interval.
-    """
-    spec, target, step = found.spec, found.target, found.step
-    speed, checkpoint = target.resources.speed, spec.checkpoint
-    if not target.resources.has_gpu or speed is None or step is None:
-        return
-    if not found.fits:
-        return
-    saving = found
-    if not checkpoint.repeats:
-        repeating = spec.changed("checkpoint", every_minutes=_USUAL_MINUTES)
-        saving = assess(repeating, target)
-    size, copied = saving.disk_bytes, saving.copies.share if saving.copies else 0.0
-    write_s = size / DISK_BYTES_PER_S
-    copy_s = 2 * size / target.ranks * target.resources.ranks_per_node / speed.node_bytes_per_s
-    pause_s = (1 - copied) * write_s + copied * copy_s
-    failure_s = 3600 * GPU_HOURS_BETWEEN_FAILURES / target.ranks
-    interval_s = max(_best_interval_s(pause_s, failure_s), write_s)
-    lasts_s = spec.train.steps * step.total_s
-    if not (spec.slurm.partition or target.hosts > 1 or lasts_s > interval_s):
-        return
-    given = [checkpoint.every_minutes, checkpoint.every_steps * step.total_s / 60]
-    yield CheckpointInterval(
-        minutes=interval_s / 60,
-        pause_s=pause_s,
-        gpus=target.ranks,
-        failure_hours=failure_s / 3600,
-        given_minutes=min(filter(None, given), default=None),
     )
 
 

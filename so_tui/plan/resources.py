@@ -10,13 +10,12 @@ from msgspec import Struct
 
 from so_tui.machine.host import distance
 from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
-from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
-from so_tui.model.shape import Architecture, architecture
-from so_tui.plan.binding import Gpus, bind_ranks, whole_gpus
+from so_tui.model.shape import Architecture
+from so_tui.plan.binding import Gpus, bind_ranks, chosen_gpus, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
 from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
-from so_tui.plan.plan import Binding, Plan
+from so_tui.plan.plan import Binding
 from so_tui.plan.rates import Speed, assumed_network
 from so_tui.spec.attention import (
     FORMER_NAMES,
@@ -129,11 +128,7 @@ def calibrated_resources(
     # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a
     # plan's time.
     problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
-    chosen = (
-        whole_gpus(machine)[:gpus]
-        if isinstance(gpus, int)
-        else tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
-    )
+    chosen = chosen_gpus(machine, gpus)
     name = chosen[0].name if chosen else ""
     fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
     return Resources(
@@ -162,13 +157,16 @@ def calibrated_resources(
 def _bound(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float
 ) -> tuple[Blocker | None, Binding]:
-    present = tuple(gpu.index for gpu in machine.gpus)
-    if present and isinstance(gpus, int) and gpus > len(present):
-        return TooFewGpus(machine=machine.label, asked=gpus, present=len(present)), ()
-    if present and not isinstance(gpus, int):
+    whole = tuple(gpu.index for gpu in whole_gpus(machine))
+    split, name = tuple(gpu.index for gpu in machine.gpus if gpu.mig), machine.label
+    if machine.gpus and isinstance(gpus, int) and gpus > len(whole):
+        return TooFewGpus(machine=name, asked=gpus, present=len(whole), split=split), ()
+    if machine.gpus and not isinstance(gpus, int):
         for index in gpus:
-            if index not in present:
-                found = NoSuchGpu(machine=machine.label, asked=gpus, missing=index, present=present)
+            if index not in whole:
+                found = NoSuchGpu(
+                    machine=name, asked=gpus, missing=index, present=whole, split=split
+                )
                 return found, ()
     try:
         return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
@@ -248,31 +246,13 @@ def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> 
     return choose_backend(needs, present)
 
 
-# What DeepSpeed's SuperOffload examples do that a plan has to know: their TFLOPS, and a config
-# without a clipping key.
+# A config of DeepSpeed's SuperOffload examples without a clipping key, as DeepSpeed reads it.
 
 
 _CLIPS_BY_DEFAULT = (0, 19, 8)
 """The DeepSpeed version since which a missing ``gradient_clipping`` means 1.0; before, it
 meant 0.
 """
-
-
-def example_tflops(plan: Plan) -> float | None:
-    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None
-    without a prediction of time.
-    """
-    spec = plan.spec
-    if plan.step_s is None:
-        return None
-    return seed_tflops_total(
-        spec.model.parameter_count,
-        architecture(spec.model.config),
-        spec.data.sequence_length,
-        plan.tokens_per_step // spec.data.sequence_length,
-        plan.step_s,
-        checkpointing=spec.model.repeats_products,
-    )
 
 
 def as_read(spec: RunSpec, machine: Machine) -> RunSpec:

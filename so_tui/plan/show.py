@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +19,6 @@ from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
-from so_tui.plan.resources import example_tflops
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
@@ -370,11 +369,6 @@ def _step(plan: Plan) -> RenderableType:
     )
     if plan.model_tflops_per_gpu:
         said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
-        said.append(
-            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of "
-            "DeepSpeed's example)",
-            "dim",
-        )
     if plan.speed_source:
         said.append(f"\n≈ {_speed_source_text(plan.speed_source, plan.mode)}", "dim")
     if error := plan.step_error:
@@ -432,37 +426,11 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
             f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "
             f"network of {network_rate_text(network)} each"
         )
-    for source in _sources(rows):
-        text.append(f"\nspeeds are predictions: {source}", "dim")
+    plans = (plan for row in rows for plan in row.cells.values())
+    sources = {plan.speed_source for plan in plans if plan.speed_source}
+    for words in sorted({f"{_rates_text(of)}; {_workload_text(of.workload)}" for of in sources}):
+        text.append(f"\nspeeds are predictions: {words}", "dim")
     return text
-
-
-def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """Yield each source of rates once: the data of most models, other models' data by name, and the
-    models that a probe corrects.
-    """
-    users: dict[str, dict[Workload | None, list[str]]] = {}
-    probed: dict[str, list[str]] = {}
-    for row in rows:
-        for source in dict.fromkeys(
-            plan.speed_source for plan in row.cells.values() if plan.speed_source
-        ):
-            rates = _rates_text(source)
-            groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
-            groups += [probed.setdefault(rates, [])] if source.probed else []
-            for presets in groups:
-                presets += [row.preset] if row.preset not in presets else []
-    for rates, of_data in sorted(users.items()):
-        usual = max(of_data, key=lambda data: len(of_data[data]))
-        others = [
-            f"{', '.join(presets)} {_workload_text(data)}"
-            for data, presets in of_data.items()
-            if data != usual
-        ]
-        corrected = (
-            [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
-        )
-        yield "; ".join([rates, _workload_text(usual), *others, *corrected])
 
 
 def _parameters(row: PlanRow) -> str:

@@ -23,7 +23,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -346,13 +346,14 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
-def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o600, overwrite: bool = True) -> None:
     """Replace a file atomically: readers see the old content or the new.
 
     Args:
         path: The file.
         content: All of its new content.
         mode: Its permissions, less those that the umask takes away.
+        overwrite: False raises FileExistsError where there is a file already.
 
     Raises:
         OSError: If writing fails; the old file is unchanged and no temporary file is left.
@@ -368,7 +369,12 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if overwrite:
+            temporary.replace(path)
+        else:
+            # Unlike a rename, this fails if another process took the name in the meantime.
+            os.link(temporary, path)
+            temporary.unlink()
     except OSError as error:
         error.filename = error.filename or str(
             path
@@ -396,6 +402,7 @@ _TEXT_REMEDIES = {
     "slurm.time_limit": "Give minutes, HH:MM:SS or D-HH.",
     "slurm.constraint": "Give names of features, joined by '&', '|' or ',', without spaces.",
     "slurm.site": "Give lower-case letters, digits and '-'.",
+    "prometheus.folder": "Give an absolute path.",
 }
 """What to give where a text must have a certain form."""
 
@@ -438,7 +445,7 @@ def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
     """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of
     the key.
     """
-    problems = tuple(islice(_section_problems(tree, RunSpec, ""), _MOST_PROBLEMS))
+    problems = tuple(islice(section_problems(tree, RunSpec, field_index()), _MOST_PROBLEMS))
     wrong = {problem.field for problem in problems}
     return problems + tuple(
         problem
@@ -454,16 +461,27 @@ def _keys(struct: type[Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in struct.__struct_fields__}
 
 
-def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Problems:
+def section_problems(
+    tree: dict[str, Any], struct: type[Struct], index: Mapping[str, FieldInfo], prefix: str = ""
+) -> Problems:
+    """Yield what is wrong with single keys of a plain tree of a struct.
+
+    Args:
+        tree: Sections and values as parsed from TOML.
+        struct: What the tree is to become.
+        index: What is known of the keys, by dotted path.
+        prefix: What comes before the tree's keys in these paths.
+    """
     keys = _keys(struct)
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in keys:
-            yield _unknown(path, value, tuple(keys) if prefix else (*keys, "extends"), prefix)
+            known = (*keys, "extends") if struct is RunSpec else tuple(keys)
+            yield _unknown(path, value, known, index, prefix)
         elif not (isinstance(keys[key], type) and issubclass(keys[key], Struct)):
-            yield from _value_problems(path, value, keys[key])
+            yield from _value_problems(path, value, keys[key], index)
         elif isinstance(value, dict):
-            yield from _section_problems(value, keys[key], f"{path}.")
+            yield from section_problems(value, keys[key], index, f"{path}.")
         else:
             yield Problem(
                 "not-a-section",
@@ -479,10 +497,12 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
             yield Problem("missing", path, "", "is missing", remedy)
 
 
-def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
+def _unknown(
+    path: str, value: Any, known: tuple[str, ...], index: Iterable[str], prefix: str
+) -> Problem:
     key = path.removeprefix(prefix)
     where = f"[{prefix[:-1]}]" if prefix else "the top level"
-    elsewhere = [full for full in field_index() if full.endswith(f".{key}")]
+    elsewhere = [full for full in index if full.endswith(f".{key}")]
     hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, known)
     return Problem(
         "unknown-key",
@@ -499,17 +519,15 @@ def _source_index() -> dict[str, FieldInfo]:
     return {info.path: info for info in fields_of(DataSource)}
 
 
-def _value_problems(path: str, value: Any, kind: Any) -> Problems:
+def _value_problems(path: str, value: Any, kind: Any, index: Mapping[str, FieldInfo]) -> Problems:
     if path == "data.source" and value in ([], ()):
         yield Problem("no-data", path, "[]", "names no data", _MISSING_REMEDIES[path])
         return
     if path == "data.source" and isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _source_problems(f"{path}[{index}]", part)
+        for number, part in enumerate(value):
+            yield from _source_problems(f"{path}[{number}]", part)
         return
-    info = (
-        _source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
-    )
+    info = _source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else index.get(path)
     if not _is_finite(value):
         message = (
             "is not finite"
@@ -557,7 +575,7 @@ def _is_finite(value: Any) -> bool:
 def _source_problems(path: str, part: Any) -> Problems:
     """Yield what is wrong with one source of a mixture."""
     if isinstance(part, dict):
-        yield from _section_problems(part, DataSource, f"{path}.")
+        yield from section_problems(part, DataSource, field_index(), f"{path}.")
         return
     name = part if isinstance(part, str) else "NAME"
     yield Problem(

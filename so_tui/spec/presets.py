@@ -8,7 +8,7 @@ Problem codes:
     invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist,
     cannot be read, or is not TOML. not-a-file, too-large, too-deep: It is a pipe or a device,
     larger than 1 MiB, or nested too deeply.
-    circular-extends, long-extends: A preset extends itself through others, or too many others.
+    circular-extends: A preset extends itself through others, or too many others.
     invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or
     a file has it. not-writable, not-deletable: The preset cannot be written or deleted.
     preset-in-use: Another preset of the user extends it.
@@ -16,11 +16,9 @@ Problem codes:
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import builtin_folder, user_folder
-from so_tui.spec.check import check_tree, exists, is_folder, path_fault
+from so_tui.spec.check import check_tree, exists, is_folder, path_fault, write_atomic
 from so_tui.spec.errors import (
     InputError,
     Problem,
@@ -564,22 +562,14 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
     base = str(source.tree["extends"])
     if base not in sources:
         raise _unknown_preset("extends", base, sources, source.path)
-    if len(seen) > _LONGEST_CHAIN:
-        raise reject(
-            "long-extends",
-            "extends",
-            shown(base),
-            f"goes through more than {_LONGEST_CHAIN} presets",
-            "Extend a preset with fewer presets below it.",
-            file=source.path,
-        )
-    if base in seen:
+    if base in seen or len(seen) > _LONGEST_CHAIN:
         raise reject(
             "circular-extends",
             "extends",
             shown(base),
-            f"is circular ({' -> '.join((*seen, base))})",
-            "Extend a preset that does not itself extend this one.",
+            f"is circular, or goes through more than {_LONGEST_CHAIN} presets "
+            f"({' -> '.join((*seen, base))})",
+            "Extend a preset that does not itself extend this one, with fewer presets below it.",
             file=source.path,
         )
     below = _extended(sources[base], sources, (*seen, base))
@@ -615,22 +605,12 @@ def _unknown_preset(field: str, name: str, known: Iterable[str], file: str = "")
 
 def _write(path: Path, text: str, *, overwrite: bool = True) -> Path:
     """Write a preset atomically: readers see the old file or the new one. Raises InputError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        if overwrite:
-            partial.replace(path)
-        else:
-            # Unlike a rename, this fails if another process took the name in the meantime.
-            os.link(partial, path)
-            partial.unlink()
+        write_atomic(path, text.encode(), mode=0o666, overwrite=overwrite)
     except FileExistsError:
-        partial.unlink()
         raise _name_taken(path.stem, str(path)) from None
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise reject(
             "not-writable",
             "preset",

@@ -228,9 +228,9 @@ class Tensor(Struct, frozen=True, array_like=True):
     ``[name, shape, decay, kind, tied]``.
     """
 
-    name: str
+    name: Annotated[str, Meta(max_length=512)]
     """Name in the Hugging Face model; ``{i}`` stands for the index of the repetition."""
-    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)]
     decay: bool
     """Whether weight decay applies."""
     kind: TensorKind
@@ -245,12 +245,12 @@ class Tensor(Struct, frozen=True, array_like=True):
         return prod(self.shape)
 
 
-class ParameterBlock(_Section, frozen=True):
+class ParameterBlock(_Section, frozen=True, kw_only=True):
     """Consecutive tensors that occur ``repeat`` times in a row, such as the layers of a model."""
 
     repeat: Annotated[int, Meta(ge=1, le=10_000)] = 1
     first: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    tensors: tuple[Tensor, ...] = ()
+    tensors: Annotated[tuple[Tensor, ...], Meta(min_length=1)]
 
 
 def is_matrix(name: str, dimensions: int) -> bool:

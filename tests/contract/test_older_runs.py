@@ -12,11 +12,13 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.cli import main
 from so_tui.launch.launch import read_launch
 from so_tui.machine import load_machine
+from so_tui.plan.notes import Reason
 from so_tui.runs.directory import RunDirectory
 
 DATA = Path(__file__).parents[1] / "data"
@@ -69,6 +71,11 @@ def test_launch_of_older_run_is_one_struct(older: Path) -> None:
         rank["cpus"] for rank in plan["binding"]
     ]
     assert launch.machine == load_machine(attempt / "machine.node1.json")
+
+
+def test_checkpoint_interval_of_an_older_plan_is_read() -> None:
+    saved = {"code": "checkpoint-interval", "minutes": 42.3, "pause_s": 3.0, "gpus": 8}
+    assert "one in 42 minutes" in msgspec.convert(saved, Reason).message
 
 
 @pytest.mark.usefixtures("older")

@@ -12,8 +12,7 @@ import pytest
 from so_tui.doctor import findings
 from so_tui.machine import inspect_machine
 from so_tui.machine.gpus import hiding_variable, visible_gpus
-from so_tui.plan.binding import bind_ranks
-from so_tui.spec.errors import InputError
+from so_tui.plan.resources import resources_of
 from tests.support.sysroots import (
     NODES,
     QUAD_GH200,
@@ -47,8 +46,9 @@ def test_partitions_are_seen_and_not_used(tmp_path: Path) -> None:
     assert [gpu.pci_bus_id for gpu in machine.gpus] == [f"000{n}:02:00.0" for n in range(4)]
     assert all(gpu.mig for gpu in machine.gpus)
     assert "partitioned" in {finding.code for finding in findings(machine)}
-    with pytest.raises(InputError, match="compute partitions"):
-        bind_ranks(machine, 1, cpu_adam_cores_fraction=0.8)
+    problem = resources_of(machine, 1, 0.8).problem
+    assert problem
+    assert "0 GPUs; GPU 0-3 is split by MIG or into compute partitions" in problem.message
 
 
 @pytest.fixture

@@ -1,23 +1,20 @@
-"""How often to save a checkpoint, and the memory that a plan gives to copies of states, from which
-checkpoints are written while training goes on.
+"""The memory that a plan gives to copies of states, from which checkpoints are written while
+training goes on.
 """
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
-from so_tui.plan.notes import CheckpointInterval, SavesBehind
+from so_tui.plan.notes import SavesBehind
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, _best_interval_s
 from tests.support import planning
 from tests.support.machines import x86
-from tests.support.planning import BIG, CPU_ONLY, QUAD, bytes_of, facts_of, only
+from tests.support.planning import bytes_of, facts_of, only
 
 UNCLIPPED = {"train__gradient_clipping": "0"}
 """So that no second states take the memory first."""
@@ -107,55 +104,3 @@ def test_engine_chooses_the_same_copies_from_its_budget() -> None:
     for budget in range(0, 22_000, 100):
         chosen = copied(sizes, (1, 3), budget)
         assert copied(sizes, (1, 3), sum(sizes[index] for index in chosen)) == chosen
-
-
-DAY = 86_400.0
-
-
-def expected_s(interval_s: float, cost_s: float, failure_s: float) -> float:
-    """Return the expected seconds for each second of work, without those of restarts (Daly 2006,
-    equation 13).
-    """
-    return failure_s * (math.exp((interval_s + cost_s) / failure_s) - 1) / interval_s
-
-
-@pytest.mark.parametrize(
-    ("cost_s", "failure_s"), [(1, DAY), (60, DAY), (600, DAY), (600, 100 * DAY), (3600, DAY)]
-)
-def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float) -> None:
-    best = expected_s(_best_interval_s(cost_s, failure_s), cost_s, failure_s)
-    others = (expected_s(failure_s * 1.02**power, cost_s, failure_s) for power in range(-600, 100))
-    assert best <= min(others) * 1.001
-    assert _best_interval_s(3 * failure_s, failure_s) == failure_s, "once in a failure"
-
-
-def interval_of(machine: Machine, **changes: str) -> CheckpointInterval:
-    return only(planning.planned("llama-3.1-8b", machine, **changes).reasons, CheckpointInterval)
-
-
-def test_more_gpus_fail_more_often() -> None:
-    one, eight = (
-        interval_of(QUAD, gpus="4", nodes=nodes, checkpoint__background="false")
-        for nodes in ("2", "16")
-    )
-    assert (one.gpus, eight.gpus) == (8, 64)
-    assert one.failure_hours == pytest.approx(GPU_HOURS_BETWEEN_FAILURES / 8)
-    assert eight.failure_hours == pytest.approx(one.failure_hours / 8)
-    assert eight.minutes < one.minutes
-
-
-def test_checkpoints_behind_training_are_saved_more_often() -> None:
-    """Since they hold it up less."""
-    behind, before = (
-        interval_of(BIG, slurm__partition="gh", checkpoint__background=background)
-        for background in ("true", "false")
-    )
-    assert behind.pause_s < 0.1 * before.pause_s
-    assert behind.minutes < before.minutes
-
-
-@pytest.mark.parametrize(
-    ("machine", "changes"), [(BIG, {}), (CPU_ONLY, {"slurm__partition": "gh"})]
-)
-def test_a_short_run_needs_no_advice(machine: Machine, changes: dict[str, str]) -> None:
-    assert not facts_of(planning.planned("tiny", machine, **changes).reasons, CheckpointInterval)

@@ -16,12 +16,10 @@ from msgspec.structs import replace
 
 from benchmarks import planner_errors, planner_fit
 from benchmarks.planner_errors import errors, pairs, quantile, ratio_error
-from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared
+from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared, example_tflops
 from so_tui.machine.known import named_machine
 from so_tui.plan import rates
-from so_tui.plan.measured import Figures
 from so_tui.plan.rates import Calibrated, StepError, published_speed, step_error
-from so_tui.plan.resources import example_tflops
 from so_tui.plan.show import render_plan
 from so_tui.ui.plan_view import headline
 from so_tui.validation.validate import with_layers
@@ -87,8 +85,11 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     has rates of its own and the rest was fitted again.
     """
     case = planner_fit.case_of(row)
-    told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], Figures)
-    for name in Figures.__struct_fields__:
+    told, then = (
+        planner_fit.predicted(case),
+        msgspec.convert(row["predicted"], planner_fit.LoadFigures),
+    )
+    for name in planner_fit.LoadFigures.__struct_fields__:
         new, old, measured = (getattr(found, name) for found in (told, then, case.measured.figures))
         if name in row.get("since_planned_otherwise", []):
             assert new != pytest.approx(old), name

@@ -125,6 +125,7 @@ def test_tiny_fits_without_a_gpu() -> None:
 
 
 MI300A = x86("AMD Instinct MI300A")  # with memory of its own
+HALF = replace(QUAD, gpus=(replace(QUAD.gpus[0], mig=True), QUAD.gpus[1]))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,12 @@ MI300A = x86("AMD Instinct MI300A")  # with memory of its own
     [
         ({"gpus": "2"}, BIG, TooFewGpus(machine=BIG.label, asked=2, present=1)),
         ({"gpus": "[3]"}, BIG, NoSuchGpu(machine=BIG.label, asked=(3,), missing=3, present=(0,))),
+        ({"gpus": "2"}, HALF, TooFewGpus(machine=HALF.label, asked=2, present=1, split=(0,))),
+        (
+            {"gpus": "[0]"},
+            HALF,
+            NoSuchGpu(machine=HALF.label, asked=(0,), missing=0, present=(1,), split=(0,)),
+        ),
         ({"offload__mode": "gpu"}, CPU_ONLY, ModeNeedsGpu(machine=CPU_ONLY.label)),
         (OFFLOADED | DEEPSPEED, CPU_ONLY, EngineNeedsGpu()),
         ({"gpus": "1"}, MI300A, AmdGpu(gpu=0, name="AMD Instinct MI300A")),

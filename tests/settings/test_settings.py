@@ -49,16 +49,16 @@ def test_without_a_file_the_defaults_hold() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "field"),
     [
-        ("screen = 3", "unknown-setting", "screen"),
-        ("[screens]", "unknown-setting", "screens"),
-        ("[screen]\nglyphs = 'bra'", "invalid-setting", "screen.glyphs"),
-        ("[screen]\nglyph = 'ascii'", "unknown-setting", "screen.glyph"),
-        ("[alerts]\nstall_s = 1", "invalid-setting", "alerts.stall_s"),
-        ("[alerts]\nloss_above = nan", "invalid-setting", "alerts.loss_above"),
-        ("[alerts]\ncommand = 'rm -rf /'", "invalid-setting", "alerts.command"),
-        ("[alerts]\ncommand = ['']", "invalid-setting", "alerts.command"),
-        ('[alerts]\ncommand = ["a\\u0000b"]', "invalid-setting", "alerts.command"),
-        ("[prometheus]\nfolder = 'relative'", "invalid-setting", "prometheus.folder"),
+        ("screen = 3", "not-a-section", "screen"),
+        ("[screens]", "unknown-key", "screens"),
+        ("[screen]\nglyphs = 'bra'", "invalid-choice", "screen.glyphs"),
+        ("[screen]\nglyph = 'ascii'", "unknown-key", "screen.glyph"),
+        ("[alerts]\nstall_s = 1", "out-of-range", "alerts.stall_s"),
+        ("[alerts]\nloss_above = nan", "not-finite", "alerts.loss_above"),
+        ("[alerts]\ncommand = 'rm -rf /'", "wrong-type", "alerts.command"),
+        ("[alerts]\ncommand = ['']", "invalid-content", "alerts.command"),
+        ('[alerts]\ncommand = ["a\\u0000b"]', "invalid-content", "alerts.command"),
+        ("[prometheus]\nfolder = 'relative'", "invalid-text", "prometheus.folder"),
     ],
 )
 def test_a_wrong_key_is_named_and_spoils_no_other(text: str, code: str, field: str) -> None:

@@ -101,7 +101,7 @@ def test_a_long_chain_of_bases_is_refused_and_a_short_one_is_not(tmp_path: Path)
         (tmp_path / f"p{number}.toml").write_text(f'extends = "{base}"\n')
     catalog = load_catalog()
     assert "p10" in catalog.presets
-    assert {problem.code for problem in catalog.problems} == {"long-extends"}
+    assert {problem.code for problem in catalog.problems} == {"circular-extends"}
 
 
 def test_a_folder_of_presets_that_is_a_file_holds_none(

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.profile import Parameter, _assign_devices, _cut
+from so_tui.model.profile import ModelProfile
+from so_tui.spec.run_spec import ParameterBlock, Tensor
 from so_tui_trainer.model.build import _set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient
@@ -263,13 +264,14 @@ def test_sub_groups_are_those_of_the_plan() -> None:
     """Were they others, the planner would predict another optimizer's memory and speed."""
     run = support.spec("superoffload", 0.37)
     with support.engine(run, model=support.OddModel()) as made:
-        parameters = [
-            Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2)
+        tensors = [
+            Tensor(name, tuple(parameter.ds_shape), len(parameter.ds_shape) >= 2, "linear")
             for name, parameter in made.module.named_parameters()
             if parameter.requires_grad
         ]
-        rows = _cut(parameters, 1, run.offload.sub_group_size)
-        planned = _assign_devices(rows, 1, 0.37, "so-tui")
+        blocks = (ParameterBlock(tensors=tuple(tensors)),)
+        profile = ModelProfile(blocks, None, fused=True, eager_attention=False)  # type: ignore[arg-type]
+        planned = profile.layout(1, run.offload)
         groups = core_of(made).sub_groups
     assert [(group.names, group.weights.numel(), group.on_gpu) for group in groups] == [
         (group.names, group.numel, group.device == "gpu") for group in planned.sub_groups

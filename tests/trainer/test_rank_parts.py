@@ -37,7 +37,7 @@ from so_tui.runs.records import (
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import Failure, report_failure
 from so_tui.runs.state import failures as reported_failures
-from so_tui.spec import InputError, TrainSpec
+from so_tui.spec import InputError, TrainSpec, find_preset
 from so_tui_trainer import failures, metrics
 from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data import sources
@@ -46,6 +46,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.loop import learning_rate
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
+from so_tui_trainer.session import _check_table
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 from superoffload.transfers import OffloadStats
 from tests.support.launching import of_kind, records, tiny
@@ -289,6 +290,16 @@ def test_rates_of_each_schedule() -> None:
     assert wsd[80:] == pytest.approx([1 - step / 20 for step in range(20)])
     short = rates("wsd", 10, warmup=0.5, decay=1.0)
     assert short == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_table_of_another_architecture_is_refused() -> None:
+    spec = find_preset("tiny").spec
+    parameters = spec.model.parameter_count
+    _check_table(spec, parameters)
+    with pytest.raises(InputError, match="table") as caught:
+        _check_table(spec, parameters - 1)
+    (problem,) = caught.value.problems
+    assert "so_tui_trainer.tools.presets" in problem.remedy
 
 
 STUBBORN = """

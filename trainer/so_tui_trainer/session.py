@@ -38,6 +38,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
+from so_tui.spec.model_table import REGENERATE
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
 from so_tui_trainer.checkpoint_folder import Found
@@ -165,6 +166,19 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, recorder: Rec
             f"some documents are longer than the {thousands(positions)} positions that the model "
             "supports",
             "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
+        )
+
+
+def _check_table(spec: RunSpec, parameters: int) -> None:
+    """Raise InputError if the plan was made for a model of another size than the one built."""
+    planned = spec.model.parameter_count
+    if parameters != planned:
+        raise reject(
+            "table-stale",
+            "model.parameters",
+            f"{thousands(planned)} parameters",
+            f"was generated for another architecture: the model has {thousands(parameters)}",
+            REGENERATE,
         )
 
 
@@ -378,6 +392,8 @@ class Session:
                 data.evaluation.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder)
         parameters = parameter_count(model)
+        if not found:  # a table never bars the way to what a run has saved
+            _check_table(self.spec, parameters)
         control.stop_early()
         self._load_stage("optimizer", "preparing the optimizer")
         mine = binding.of_rank(self.plan.binding, self.rank)
