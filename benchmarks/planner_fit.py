@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -150,11 +151,12 @@ def load_peak_bytes(records: Sequence[MetricRecord], samples: Sequence[Sample]) 
     """Return the most host memory that a run's processes had before its first step."""
     # The first step's own record does not mark its start: it is written late, after the memory of
     # all processes was measured.
-    training = next(
+    began = (
         record.time
         for record in records
         if isinstance(record, PhaseRecord) and record.phase == "training"
     )
+    training = next(began, math.inf)
     before = (sample.run_memory_peak_bytes or 0 for sample in samples if sample.time < training)
     return max(before, default=0)
 

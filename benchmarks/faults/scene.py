@@ -235,14 +235,6 @@ class Scene:
             state = self.state()
             if state is not None and state.state in FINAL_STATES:
                 return state.state
-            if (
-                state is not None
-                and state.attempt == 1
-                and state.state == "loading"
-                and state.step
-                and "stale-state" not in self.noted
-            ):
-                self.noted.append("stale-state")  # it has trained steps, and is said to be loading
             if (state is None or processes.supervisor_of(self.run) is None) and (
                 said := self.reported().get("state")
             ) in FINAL_STATES:

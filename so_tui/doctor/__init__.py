@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui.doctor import gpu, host, run, software
 from so_tui.doctor.checks import SEVERITIES, CheckContext, Finding
 from so_tui.machine.gpus import query_health
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from so_tui.plan.plan import Plan
 
 __all__ = ["CheckContext", "Finding", "findings"]
 

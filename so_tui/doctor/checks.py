@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +16,9 @@ from so_tui.folders import Environment
 from so_tui.machine.gpus import GpuHealth
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from so_tui.plan.plan import Plan
 
 Severity = Literal["blocks", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")

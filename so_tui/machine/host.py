@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from so_tui.machine.resctrl import read_mpam
 from so_tui.machine.system_files import SystemFiles, meminfo, read_network
 from so_tui.machine.types import (
+    MOST_BYTES,
     UNKNOWN,
     Cores,
     Cpus,
@@ -258,7 +259,9 @@ def _shared_memory() -> tuple[int | None, int | None]:
         stat = os.statvfs("/dev/shm")
     except OSError:
         return None, None
-    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    # Without a limit, some file systems report sizes that no host has.
+    size, free = (blocks * stat.f_frsize for blocks in (stat.f_blocks, stat.f_bavail))
+    return min(size, MOST_BYTES), min(free, MOST_BYTES)
 
 
 def _processor(files: SystemFiles) -> tuple[str, str]:

@@ -19,7 +19,8 @@ UNKNOWN = "unknown"
 """Hostname of a copied system tree that does not contain it."""
 
 # The bounds are far above any real machine; reading a file beyond them fails.
-Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+MOST_BYTES = 1 << 50
+Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 """Bytes of memory."""
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 Vendor = Literal["nvidia", "amd"]

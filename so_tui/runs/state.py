@@ -134,11 +134,10 @@ def failures(run: RunDirectory, attempt: int) -> tuple[Failure, ...]:
     """
     found: list[tuple[int, int, Failure]] = []
     with suppress(OSError):  # the file system may be away, and the run must be concluded
-        found.extend(
-            (file.stat().st_mtime_ns, failure.rank, failure)
-            for file in run.attempt_dir(attempt).glob("failure.rank*.json")
-            if (failure := readable_json(file, Failure))
-        )
+        for file in run.attempt_dir(attempt).glob("failure.rank*.json"):
+            with suppress(OSError):
+                if failure := readable_json(file, Failure):
+                    found.append((file.stat().st_mtime_ns, failure.rank, failure))
     return tuple(failure for *_, failure in sorted(found, key=lambda item: item[:2]))
 
 

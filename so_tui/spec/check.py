@@ -403,8 +403,10 @@ _TEXT_REMEDIES = {
     "slurm.constraint": "Give names of features, joined by '&', '|' or ',', without spaces.",
     "slurm.site": "Give lower-case letters, digits and '-'.",
     "prometheus.folder": "Give an absolute path.",
+    "alerts.command": "Give a program and its arguments, as texts without NUL characters.",
+    "alerts.on": "Give names that docs/settings.md lists.",
 }
-"""What to give where a text must have a certain form."""
+"""What to give where texts must have a certain form."""
 
 _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "checkpoint.folder")
 """Keys whose value may be a path."""
@@ -618,7 +620,7 @@ def _value_problem(
         return Problem(code, path, shown(value), message, REGENERATE)
     if info.path in _MISSING_REMEDIES and info.path != "data.source":
         return Problem(code, path, shown(value), message, _MISSING_REMEDIES[info.path])
-    if code == "invalid-text" and info.path in _TEXT_REMEDIES:
+    if code in ("invalid-text", "invalid-content") and info.path in _TEXT_REMEDIES:
         return Problem(code, path, shown(value), message, _TEXT_REMEDIES[info.path])
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)

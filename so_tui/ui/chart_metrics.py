@@ -216,7 +216,7 @@ def load_layout() -> ChartLayout:
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()
-    shown = tuple(filter(BY_KEY.__contains__, found.shown))
+    shown = tuple(filter(BY_KEY.__contains__, dict.fromkeys(found.shown)))
     return msgspec.structs.replace(found, shown=shown or ChartLayout().shown)
 
 

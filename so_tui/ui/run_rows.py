@@ -16,7 +16,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.series import FollowedSteps, Line, Series, Wanted, mean_of
+from so_tui.ui.charts.series import MOST_ROWS, FollowedSteps, Line, Series, Wanted, mean_of
 
 # Every run as a row: read in a worker, and only again where something changed.
 
@@ -177,7 +177,9 @@ class CurveReader:
         """
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
-            self._followed[row.run] = reader, FollowedSteps(reader, most_rows=ROWS)
+            # Each time that rows are combined, those of a run that is watched halve once more.
+            most_rows = MOST_ROWS if row.live else ROWS
+            self._followed[row.run] = reader, FollowedSteps(reader, most_rows=most_rows)
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:

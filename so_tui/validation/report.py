@@ -264,7 +264,7 @@ def _encoded(report: Report) -> bytes:
 # The form of a report that names neither the host, nor its user, nor any path.
 
 
-_VERSION = re.compile(r"[\d.]*")
+_VERSION = re.compile(r"(?:\d+(?:\.\d+)*)?")
 """What is shared of a version: what follows may name who built it."""
 
 

@@ -47,7 +47,7 @@ _RATES = (
 """Fields of rates, measured and published: name, unit, and how many make one of it."""
 _BASELINE = ("gpu", "zerooffload")
 """Speeds are given as multiples of these, if they were measured."""
-_MARKUP = re.compile(r"([\\`*\[\]<>&|~#])")
+_MARKUP = re.compile(r"([\\`*_\[\]<>&|~#])")
 """Characters that begin markup, other than at the start of a line."""
 
 
@@ -198,7 +198,7 @@ def _speeds(report: Report) -> Lines:
     if not found:
         return
     known = {outcome.key: (outcome.title, result.useful_tokens_per_s) for outcome, result in found}
-    bases = [known[key] for key in _BASELINE if key in known]
+    bases = [known[key] for key in _BASELINE if key in known and known[key][1]]
     yield from ["## Training", ""]
     headings = ("", "GPUs", "s/step", "tokens/s", "TFLOPS a GPU", "TFLOPS by DeepSpeed's example")
     rows = [

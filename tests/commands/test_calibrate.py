@@ -4,11 +4,9 @@ sizes.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import Popen
 
@@ -70,14 +68,18 @@ gpu_rates.main(json.loads(sys.argv[1]), "cpu")
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Tree:
     """Let small measurements on the CPU stand for those of GPUs. Return a request without GPUs."""
 
-    def start(request: Tree, _gpu: int, **environment: str) -> Popen[str]:
-        small = json.dumps(request | {"seconds": 0.004})
-        return calibrate._start([sys.executable, "-c", SMALL, small], os.environ | environment)
+    start = calibrate._start
 
-    for tool in (calibrate, copies):
-        monkeypatch.setattr(tool, "start_gpu", start)
+    def small(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> Popen[str]:
+        if "gpu_rates.py" in str(argv[2]):
+            assert Path(argv[2]).is_file()
+            argv = [sys.executable, "-c", SMALL, argv[3]]
+        return start(argv, environment, *inherited)
+
+    monkeypatch.setattr(calibrate, "_start", small)
     monkeypatch.setattr(calibrate, "_ADAM_PARAMETERS", 640_000)
-    monkeypatch.setattr(calibrate, "_SECONDS", 0.004)
+    for tool in (calibrate, copies):
+        monkeypatch.setattr(tool, "_SECONDS", 0.004)
     return {"nodes": _request_of(inspect_machine())["nodes"][:1]}
 
 

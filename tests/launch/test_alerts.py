@@ -21,7 +21,7 @@ from so_tui.launch.supervisor import alerts as alerting
 from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import read_stat
-from so_tui.runs.records import Alert, RunState, StepRecord
+from so_tui.runs.records import Alert, MetricRecord, PhaseRecord, RunState
 from so_tui.settings import ALERTS, AlertSettings
 from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, find_preset
@@ -35,6 +35,8 @@ SETTINGS = AlertSettings(loss_above=3.0, stall_s=60, disk_free_gb=10)
 NAN, HIGH, GOOD = (step_record(5, loss=loss) for loss in (float("nan"), 4.0, 2.0))
 STEEP = step_record(6, gradient_norm=float("inf"))
 LONG = step_record(1, attempt=2, step_s=100.0)
+SAVES = PhaseRecord(attempt=2, time=0.0, phase="saving")
+TRAINS = replace(SAVES, phase="training")
 
 
 def kinds(alerts: tuple[Alert, ...]) -> list[str]:
@@ -64,16 +66,18 @@ def kinds(alerts: tuple[Alert, ...]) -> list[str]:
                 (0, TRAINING, [LONG], []),
                 (900, TRAINING, [], []),
                 (1001, TRAINING, [], ["stall"]),
-                (1002, SAVING, [LONG], []),
+                (1002, SAVING, [LONG, SAVES], []),
                 (9000, SAVING, [], []),
-                (9059, TRAINING, [], []),
+                (9059, TRAINING, [TRAINS], []),
                 (9060, TRAINING, [NAN], []),
+                (9070, SAVING, [SAVES, LONG], []),  # a full disk has not taken that it trains
+                (10_071, SAVING, [], ["stall"]),
             ],
         ),
     ],
 )
 def test_events_of_steps_are_noticed(
-    attempt: int, looks: list[tuple[float, RunState, list[StepRecord], list[str]]]
+    attempt: int, looks: list[tuple[float, RunState, list[MetricRecord], list[str]]]
 ) -> None:
     watch = alerting._AlertWatch(attempt, 0.0)
     for now, state, records, noticed in looks:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from so_tui.machine.software import VersionSet
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import StepRecord
+from so_tui.spec import find_preset
+from so_tui_trainer.model.config import load_config
 from tests.support.launching import of_kind
-from tests.support.models import saved
+from tests.support.models import causal_model
 from tests.support.python_path import ROOT, checkout_path
 from tests.support.set_environments import OLDER, environment
 
@@ -81,7 +84,9 @@ def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder: transformers' versions draw random weights in other orders."""
     folder = tmp_path_factory.mktemp("model")
-    saved("tiny", folder, vocab_size=2048)  # that of the embedded tokenizer
+    torch.manual_seed(0)
+    config = load_config(find_preset("tiny").spec.model)
+    causal_model(config, torch.bfloat16).save_pretrained(folder)
     return folder
 
 

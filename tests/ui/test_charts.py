@@ -261,7 +261,8 @@ def test_samples_of_another_run_stand_at_its_own_steps() -> None:
 
 def test_what_is_remembered_and_unknown_is_left_out() -> None:
     _layout_path().parent.mkdir(parents=True)
-    _layout_path().write_text('{"shown": ["loss", "gone"], "ema": 0.5, "log": ["norm"], "new": 1}')
+    remembered = '{"shown": ["loss", "gone", "loss"], "ema": 0.5, "log": ["norm"], "new": 1}'
+    _layout_path().write_text(remembered)
     assert load_layout() == ChartLayout(shown=("loss",), ema=0.5, log=("norm",))
     for unreadable in ("[", '{"ema": 7}', '{"grid": [9, 9]}'):
         _layout_path().write_text(unreadable)

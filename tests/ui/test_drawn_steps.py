@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import ResumedRecord
+from so_tui.runs.records import ResumedRecord, RunState
 from so_tui.runs.results import mean_steps
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.ui.chart_metrics import EMAS
 from so_tui.ui.charts.drawing import spans
 from so_tui.ui.charts.series import Axis, FollowedSteps, StepSeries, Wanted
+from so_tui.ui.run_rows import CurveReader, RunRow
 from tests.support.long_run import FIRST, WANTED, loss_at, read_on, write_long_run
 from tests.support.records import step_record
 
@@ -177,6 +178,21 @@ def test_a_long_run_is_drawn_whole(run: RunDirectory) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return create_run(SPEC, tmp_path / "runs")
+
+
+def test_the_curve_of_a_watched_run_keeps_its_past(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.ui.run_rows.ROWS", 20)
+    row, curves = RunRow(run, SPEC, RunState(name=run.name, state="training")), CurveReader()
+    writer = MetricsWriter(run, 1)
+    for step in range(1, 101):
+        writer.append(step_record(step))
+        curve = curves.read(row)
+    writer.close()
+    assert curve is not None
+    assert curve.line.steps is not None
+    assert curve.line.steps[curve.line.length // 2] == 51
 
 
 @pytest.mark.parametrize("ema", [EMAS[1], pytest.param(EMAS[-1], marks=pytest.mark.slow)])

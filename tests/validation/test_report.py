@@ -24,7 +24,7 @@ from so_tui.validation.validate import validate
 from tests.support.schemas import valid
 from tests.validation.test_runner import EMPTY
 
-MARKUP = "a | `b` [c](d) ![e](f) <b> *g* &amp; \x1b[2J\n# h"
+MARKUP = "a | `b` [c](d) ![e](f) <b> *g* _i_ &amp; \x1b[2J\n# h"
 FIGURES = Figures(
     step_s=2.0,
     forward_s=0.5,
@@ -120,7 +120,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
     assert {token.type for token in inline} == {"text", "softbreak"}
     shown = [child.content for child in inline if "`b`" in child.content]
     assert len(shown) == 11
-    assert all("[c](d) ![e](f) <b> *g* &amp; \\x1b[2J # h" in text for text in shown)
+    assert all("[c](d) ![e](f) <b> *g* _i_ &amp; \\x1b[2J # h" in text for text in shown)
 
 
 TEXTS = {

@@ -178,7 +178,7 @@ def _check_table(spec: RunSpec, parameters: int) -> None:
             "model.parameters",
             f"{thousands(planned)} parameters",
             f"was generated for another architecture: the model has {thousands(parameters)}",
-            REGENERATE,
+            f"Make a preset of this model with `so-tui presets add`, or: {REGENERATE}",
         )
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from so_tui.launch.command import MARKER, AlertCommand, log_line
 from so_tui.launch.supervisor.prometheus import Textfile
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import Alert, Alerts, MetricRecord, RunState, Sample, StepRecord
+from so_tui.runs.records import (
+    Alert,
+    Alerts,
+    MetricRecord,
+    PhaseRecord,
+    RunState,
+    Sample,
+    StepRecord,
+)
 from so_tui.settings import ALERTS, AlertName, AlertSettings, Settings
 from so_tui.settings_file import Loaded, load_settings
 from so_tui.trust.text import bounded, brief_line
@@ -107,6 +115,7 @@ class _AlertWatch:
         self._told_step = told_step
         self._last_step_at = now
         self._step_s = 0.0
+        self._trains = False
         self._raised: set[AlertName] = set()
 
     def observe(
@@ -115,12 +124,16 @@ class _AlertWatch:
         """Return the alerts of new records and of the time since the last step."""
         found: list[Alert] = []
         for record in records:
-            if isinstance(record, StepRecord) and record.attempt == self._attempt:
+            if isinstance(record, PhaseRecord) and record.attempt == self._attempt:
+                self._trains = record.phase == "training"
+            elif isinstance(record, StepRecord) and record.attempt == self._attempt:
+                # The record of its phase may have met a full disk.
+                self._trains = True
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
                 alerts = self._of_step(record, settings)
                 found += [alert for alert in alerts if alert.step > self._told_step]
-        if state.state != "training":
+        if not self._trains:
             self._last_step_at = now
         waited_s = now - self._last_step_at
         stalled = waited_s > max(settings.stall_s, _SLOW_STEPS * self._step_s)

@@ -166,6 +166,10 @@ def _reduce(pick: Callable[..., float], values: Sequence[float], several: int) -
     return list(map(pick, *(values[first::several] for first in range(several))))
 
 
+_MOST_AVERAGED = 1_000
+"""Records in a mean."""
+
+
 class _TrailingMean:
     """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
@@ -173,8 +177,9 @@ class _TrailingMean:
 
     def __init__(self, span: int) -> None:
         self._span = span
-        self._steps: deque[float] = deque()
-        self._values: deque[float] = deque()
+        # A run resumed with a longer interval of records has its span, and many records in it.
+        self._steps: deque[float] = deque(maxlen=_MOST_AVERAGED)
+        self._values: deque[float] = deque(maxlen=_MOST_AVERAGED)
         """Finite ones of the last steps."""
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
