@@ -15,17 +15,7 @@ from rich.cells import cell_len
 from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import field_index, find_preset, with_values
-from so_tui.ui import plan_view
-from so_tui.ui.form import (
-    GROUPS,
-    HINTS,
-    LENGTH,
-    _length_of,
-    _with_edit,
-    advanced_paths,
-    hint,
-    values_of,
-)
+from so_tui.ui import form, plan_view
 from so_tui.ui.text import Content, chosen_glyphs, distinct, shorten_path
 from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
 from so_tui.units import disk_size as disk
@@ -57,22 +47,22 @@ def test_numbers_have_units_and_no_noise(
 
 
 def test_every_setting_is_in_the_form_once() -> None:
-    grouped = [path for _, paths in GROUPS for path in paths]
+    grouped = [path for _, paths in form.GROUPS for path in paths]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) - {LENGTH} <= field_index().keys()
-    assert not set(grouped) & set(advanced_paths())
-    assert "model.attention" in advanced_paths()
-    assert set(HINTS) <= {*field_index(), LENGTH}
-    assert max(map(len, HINTS.values())) <= 20
-    assert hint(field_index()["train.micro_batch"]) == "1 to 4,096"
+    assert set(grouped) - {form.LENGTH} <= field_index().keys()
+    assert not set(grouped) & set(form.advanced_paths())
+    assert "model.attention" in form.advanced_paths()
+    assert set(form.HINTS) <= {*field_index(), form.LENGTH}
+    assert max(map(len, form.HINTS.values())) <= 20
+    assert form.hint(field_index()["train.micro_batch"]) == "1 to 4,096"
 
 
 def edited(preset: str, *changes: tuple[str, str | None]) -> dict[str, str]:
     """Return the edits after changes of fields; None is the preset's own value."""
     edits: dict[str, str] = {}
-    base = values_of(find_preset(preset).spec)
+    base = form.values_of(find_preset(preset).spec)
     for path, value in changes:
-        edits = _with_edit(edits, base, path, base[path] if value is None else value)
+        edits = form._with_edit(edits, base, path, base[path] if value is None else value)
     return edits
 
 
@@ -84,7 +74,7 @@ def test_edits_are_what_differs() -> None:
     assert edits == {"train.tokens": "5000"}
     spec = find_preset("tiny").spec
     assert with_values(spec, edits).train.steps == 0
-    assert _length_of(values_of(spec))[0] == "train.steps"
+    assert form._length_of(form.values_of(spec))[0] == "train.steps"
 
 
 def test_another_data_source_shows_what_it_clears() -> None:
