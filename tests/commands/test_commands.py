@@ -18,7 +18,7 @@ from so_tui.commands.parser import build_parser
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.liveness import identify
 from so_tui.spec import InputError, Problem, find_preset
-from tests.support.commands import Call, in_a_process, problems_of, refusals_of
+from tests.support.commands import Call, in_a_process, problems_of
 from tests.support.hostile import IN_A_NAME, unsafe
 from tests.support.machines import machine_json, superchips
 from tests.support.make_run import write_run
@@ -71,13 +71,6 @@ def test_a_wrong_preset_is_named_and_the_others_are_listed(own_presets: Path, ca
 def test_terminal_without_unicode_gets_question_marks(line: str) -> None:
     done = in_a_process(*line.split(), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode in (0, 3), done.stderr, bool(done.stdout)) == (True, "", True)
-
-
-@pytest.mark.parametrize(("gpus", "code"), [("5", "too-few-gpus"), ("0,7", "no-such-gpu")])
-def test_more_gpus_than_there_are(gpus: str, code: str) -> None:
-    argv = ("run", "tiny", "--gpus", gpus, "--machine", "gh200-quad-120", "--dry-run")
-    assert refusals_of(*argv)[0] == code
-    assert main(argv) == 3
 
 
 @pytest.mark.parametrize(

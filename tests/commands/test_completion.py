@@ -93,7 +93,6 @@ def _command_lines(
 
 @pytest.fixture
 def cwd(tmp_path: Path) -> Path:
-    """Where the shells work."""
     (tmp_path / "user" / "cwd").mkdir(parents=True)
     return tmp_path / "user" / "cwd"
 

@@ -46,7 +46,6 @@ def test_partitions_are_seen_and_not_used(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Path:
-    """The topology of a host whose files a test may change."""
     return hosts.build_sysroot(hosts.QUAD_MI300A.listing(), tmp_path) / hosts.NODES.lstrip("/")
 
 

@@ -22,7 +22,7 @@ from so_tui.plan.workload import Workload
 from so_tui.spec import RunSpec, with_values
 from tests.support import planning
 from tests.support.machines import superchips, x86
-from tests.support.planning import CATALOG, H200, bytes_of, source_of, spec_of
+from tests.support.planning import CATALOG, H200, bytes_of, some, source_of, spec_of
 
 LONG = spec_of(
     "qwen3-4b-random",
@@ -72,16 +72,12 @@ def on_host(spec: RunSpec) -> RunSpec:
 
 def model_of(spec: RunSpec) -> StepModel:
     target = target_of(spec, H200, workload=Workload(), probed=False)
-    model = step_model(assess(spec, target).placement, target)
-    assert model is not None
-    return model
+    return some(step_model(assess(spec, target).placement, target))
 
 
 def computing(spec: RunSpec) -> measured.Passes:
     """As predicted, of a spec with weights on the host."""
-    fetching = fetching_of(model_of(spec))
-    assert fetching is not None
-    return fetching.computing
+    return some(fetching_of(model_of(spec))).computing
 
 
 def probe_of(
@@ -126,7 +122,6 @@ def probe_of(
 
 
 def exposed_for(probe: measured.Probe, predicted_s: float, actual_s: float) -> measured.Probe:
-    """Return a probe whose optimizer was exposed for so long."""
     return replace(
         probe,
         predicted=replace(probe.predicted, exposed_optimizer_s=predicted_s),
@@ -192,9 +187,7 @@ def test_a_probe_corrects_its_model_and_no_other() -> None:
     data = Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98)
     probe = replace(probe_of(LONG, 1.2, 1.2, 1.2, more_gb=1.5), workload=data)
     assert measured.store(H200, probe=probe) == measured.store(H200, probe=probe)
-    known = measured.calibration_of(H200)
-    assert known is not None
-    assert known.probes == (probe,)
+    assert some(measured.calibration_of(H200)).probes == (probe,)
     plan = make_plan(LONG, H200)
     assert plan.gpu_reserved_bytes == probe.actual.gpu_reserved_bytes
     assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
@@ -288,8 +281,7 @@ def test_a_probe_of_two_waits_says_nothing_of_computation() -> None:
     slow_bus = measured.Rates(measured=RATES.measured, seconds=40.0, h2d_bytes_per_s=2e9)
     measured.store(H200, rates=slow_bus)
     measured.store(H200, probe=(probe := probe_of(on_host(SHORT), 1.4, 1.4)))
-    assert probe.computing is not None
-    assert probe.predicted.backward_s > probe.computing.backward_s
+    assert probe.predicted.backward_s > some(probe.computing).backward_s
     assert corrected(LONG) == (1.0, 1.0)
     source = source_of(plan_of(LONG))
     assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
@@ -320,6 +312,5 @@ def test_each_plan_is_corrected_by_its_own_kind_of_probe() -> None:
 def test_measured_attention_is_planned_with() -> None:
     rate = AttentionRate(1024, 1e14, 5e13)
     measured.store(H200, rates=replace(RATES, attention=(("torch-flash", (rate,)),)))
-    speed = measured.speed_of(H200, H200.gpus[0].name, measured.calibration_of(H200))
-    assert speed is not None
+    speed = some(measured.speed_of(H200, H200.gpus[0].name, measured.calibration_of(H200)))
     assert speed.attention_at("torch-flash", 1024.0) == rate

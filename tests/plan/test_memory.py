@@ -34,7 +34,6 @@ def terms_of(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> tuple[Memory
 
 
 def sizes(spec: RunSpec, ranks: int, location: str) -> dict[str, int]:
-    """Return the bytes of each kind at a location."""
     return {term.kind: term.bytes for term in terms_of(spec, ranks) if term.location == location}
 
 

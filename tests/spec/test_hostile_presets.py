@@ -49,7 +49,6 @@ TEXTS: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(autouse=True)
 def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the user's presets in ``tmp_path``."""
     monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
 
 

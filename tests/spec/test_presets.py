@@ -34,7 +34,6 @@ def spec_of(name: str) -> RunSpec:
 
 
 def rewritten(path: Path) -> str:
-    """Return what the generator makes of a file."""
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _rewritten
 

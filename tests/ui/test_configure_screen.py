@@ -97,7 +97,6 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
 
 
 async def save_as(ui: Driver, name: str) -> None:
-    """Enter a name, which ^s asks for."""
     if not ui.screen.query("#said"):
         await ui.press("ctrl+s")
         await ui.until(lambda: ui.screen.query("#said"))
@@ -165,8 +164,6 @@ def row_of(ui: Driver, path: str) -> FieldRow:
 
 
 class Boxes(App[None]):
-    """One box that begins off, and one that begins on."""
-
     def compose(self) -> ComposeResult:
         yield _Tick("no", False, compact=True)
         yield _Tick("yes", True, compact=True)

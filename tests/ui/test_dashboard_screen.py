@@ -186,20 +186,6 @@ async def test_steps_without_a_loss_are_marked(runs_dir: Path, size: tuple[int, 
         assert 1 <= rows_of(ui.find("#loss", Chart))[-1].count("✗") <= 3
 
 
-async def test_the_log_of_a_run_opened_second_is_followed(runs_dir: Path) -> None:
-    first, second = (write_run(runs_dir, steps=120, preset=name) for name in ("phi-4", "qwen3-14b"))
-    async with opened(runs_dir, open_run=first) as ui:
-        log = ui.find("LogView", LogView)
-        await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
-        log.focus()
-        await ui.press("home")
-        await ui.until(lambda: not log.following)
-        ui.app.open_run(second)
-        await ui.state_shown(second.name)
-        await ui.until(lambda: log.lines and log.max_scroll_y > 0)
-        await ui.until(lambda: log.following and log.scroll_y == log.max_scroll_y)
-
-
 @pytest.mark.parametrize(("state", "key"), [("training", "s Stop"), ("failed", "r Resume")])
 async def test_a_run_whose_folder_is_deleted_offers_nothing(
     runs_dir: Path, state: State, key: str
@@ -264,19 +250,11 @@ def kept(name: str) -> int | None:
 
 
 async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
-    """Pull a line with the mouse by ``x`` and ``y`` cells."""
     begin = ui.screen.query_one(selector).region.offset
     await ui.pilot.mouse_down(offset=begin)
     for part in (1, 2):
         await ui.pilot.hover(offset=begin + Offset(x * part // 2, y * part // 2))
     await ui.pilot.mouse_up(offset=begin + Offset(x, y))
-
-
-async def test_a_wider_terminal_shows_every_gpu(runs_dir: Path) -> None:
-    async with opened(runs_dir, open_run=write_run(runs_dir, steps=60)) as ui:
-        gpus = ui.find("#gpus", StyledLines)
-        await ui.resize(220, 50)
-        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == gpus.size.height == 4)
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
@@ -376,7 +354,6 @@ def placed(binding: RankBinding, **changes: object) -> RankPlacement:
 
 
 def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
-    """Add a newer sample with the placement of ranks."""
     found = sample(random.Random(1), 1, time.time(), MACHINE, PLAN)
     append_samples(run, MACHINE.hostname, replace(found, placement=placement))
 

@@ -39,7 +39,6 @@ def line_of(values: Iterable[float]) -> tuple[Line, Axis]:
 
 
 def axis_text(axis: Axis, width: int, *marks: drawing.Mark) -> str:
-    """Return an axis as text."""
     styles = dict.fromkeys(("axis", "label", "mark"), Style())
     return "".join(segment.text for segment in drawing.axis_row(axis, width, [*marks], styles))
 

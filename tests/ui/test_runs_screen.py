@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 
 @asynccontextmanager
 async def listed(runs_dir: Path, offers: str = "") -> AsyncIterator[Driver]:
-    """Open the list of runs, and wait until its keys have an offer."""
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: offers in ui.key_line)

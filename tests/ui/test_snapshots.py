@@ -68,7 +68,6 @@ class Walk:
 
 
 def state(name: str, keys: str = "", **more: str) -> Picture:
-    """Return a picture in one size."""
     return Picture(name, keys, sizes=(MEDIUM,), **more)
 
 
@@ -143,8 +142,6 @@ IN_LARGE = ", large"
 
 
 class SvgExtension(SingleFileSnapshotExtension):
-    """One SVG file for each picture."""
-
     file_extension = "svg"
     _write_mode = WriteMode.TEXT
 
@@ -156,7 +153,6 @@ class SvgExtension(SingleFileSnapshotExtension):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with runs, and a folder without any."""
     folder = tmp_path_factory.mktemp("pictures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "UTC")

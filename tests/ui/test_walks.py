@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from so_tui.machine import inspect_machine
-from so_tui.runs import RunDirectory, alive, read_spec, read_state
+from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import StepRecord
 from tests.support.launching import log, of_kind
 from tests.support.python_path import checkout_path
@@ -67,7 +67,6 @@ class Terminal:
                         os.kill(process.pid, signal.SIGKILL)
 
     def runs(self) -> list[RunDirectory]:
-        """Return the runs in the folder of the user's home where so-tui puts them."""
         found = self.home.glob("state/so-tui/runs/*")
         return [RunDirectory(path) for path in found if path.is_dir()]
 
@@ -118,9 +117,8 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
     assert len(losses) == STEPS, log(run)
     last = float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1])
     assert last == pytest.approx(losses[-1], abs=0.006)
-    state, spec = read_state(run), read_spec(run)
-    assert (state.state, spec.name, spec.model.weights) == ("finished", "tiny", "random")
-    assert {state.step, state.saved_step, state.total_steps, spec.train.steps} == {STEPS}
+    state = read_state(run)
+    assert (state.state, state.saved_step) == ("finished", STEPS)
     return run
 
 
