@@ -95,7 +95,6 @@ def test_terminal_without_unicode_gets_question_marks(line: str) -> None:
         ("doctor nosuch --fix", 'unknown-preset preset "nosuch"'),
         ("inspect --hostname here", "unused-option --hostname here"),
         ("inspect --machine gh200-480 --hostname here", "unused-option --machine gh200-480"),
-        ("presets tiny extra", 'unused-option MODEL "extra"'),
         ("presets tiny --name foo", 'unused-option --name "foo"'),
         ("presets --trust-remote-code", "unused-option --trust-remote-code "),
         ("presets --gpus 2", 'preset-needed --gpus "2"'),

@@ -39,13 +39,9 @@ def bind(machine: Machine, gpus: int | tuple[int, ...], fraction: float = 0.9) -
 
 
 def written(bindings: Bindings) -> list[str]:
-    return [
-        (
-            f"{one.gpu} @ {cpu_ranges(one.cpus)} / "
-            f"{','.join(map(str, one.memory_policy.nodes)) or 'any'}"
-        )
-        for one in bindings
-    ]
+    nodes = [",".join(map(str, one.memory_policy.nodes)) or "any" for one in bindings]
+    places = [f"{one.gpu} @ {cpu_ranges(one.cpus)}" for one in bindings]
+    return list(map(" / ".join, zip(places, nodes, strict=True)))
 
 
 def cores(bindings: Bindings) -> list[str]:

@@ -11,12 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.ds_config import _published_config, ds_config
-from so_tui.model.profile import (
-    MLP_TILE_TOKENS,
-    ModelProfile,
-    offloaded_bytes,
-    profile_of,
-)
+from so_tui.model.profile import MLP_TILE_TOKENS, ModelProfile, offloaded_bytes, profile_of
 from so_tui.model.shape import architecture
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
 from so_tui.plan.fit import Assessment, Target, assess, target_of

@@ -27,6 +27,7 @@ from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.other_machine import _MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
+from so_tui.units import duration, rate
 from tests.support.machines import machine_json, x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
@@ -37,6 +38,19 @@ from tests.support.waiting import LIMIT_S
 def never(*_: object, **__: object) -> RunDirectory:
     """Stand in for the start of a run where none may be started."""
     raise AssertionError("a run was started")
+
+
+async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir: Path) -> None:
+    async with opened(runs_dir, (140, 40)) as ui:
+        table = await ui.presets()
+        assert isinstance(ui.screen, PresetsScreen)
+        (row,) = (row for row in ui.screen.rows if row.preset == "qwen3-14b")
+        plan = row.cells[4]
+        table.move_cursor(row=table.get_row_index(row.preset), column=len(table.columns) - 1)
+        await ui.until(lambda: row.title in ui.shown("#detail-title"))
+        speed = f"{rate(plan.useful_tokens_per_s_total or 0)} tokens/s"
+        assert speed in ui.shown("#detail-title")
+        assert re.search(rf"step +\S+ +{duration(plan.step_s or 0)}\n", ui.shown("#detail"))
 
 
 async def find(ui: Driver, text: str) -> None:

@@ -46,7 +46,6 @@ def names(ui: Driver) -> list[str]:
 
 
 def drawn_to(ui: Driver, step: int) -> bool:
-    """Return whether the losses of the chosen run reach to a step."""
     lines = ui.find("#overlay", Chart).lines
     steps = lines[0].steps if lines else None
     return steps is not None and lines[0].length > 0 and steps[lines[0].length - 1] == step

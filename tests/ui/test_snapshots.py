@@ -170,8 +170,7 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONFIG", "STATE", "DATA", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(HERE / name.lower()))
     monkeypatch.setattr(
-        "so_tui.doctor.findings",
-        lambda machine, **_: pictured.FINDINGS if machine.gpus else (),
+        "so_tui.doctor.findings", lambda machine, **_: pictured.FINDINGS if machine.gpus else ()
     )
     monkeypatch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
     monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", pictured.FixedMonitor)
