@@ -23,8 +23,10 @@ def state_layout(spec: RunSpec, ranks: int) -> StateLayout:
 
 
 def terms_of(spec: RunSpec, ranks: int) -> tuple[MemoryTerm, ...]:
-    own = profile_of(spec.model), state_layout(spec, ranks)
-    return memory_terms(Placement(spec, *own, has_gpu=True, local_ranks=ranks))
+    profile, layout = profile_of(spec.model), state_layout(spec, ranks)
+    return memory_terms(
+        Placement(spec=spec, profile=profile, layout=layout, has_gpu=True, local_ranks=ranks)
+    )
 
 
 def sizes(spec: RunSpec, ranks: int, location: str) -> dict[str, int]:
