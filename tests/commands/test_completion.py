@@ -91,9 +91,9 @@ def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
 
     def offered(*lines: str) -> list[set[str]]:
         if shell == "fish":
-            command = ["fish", "--no-config", _SCRIPTS / "offered.fish", *lines]
+            argv = ["fish", "--no-config", str(_SCRIPTS / "offered.fish"), *lines]
             found = subprocess.check_output(
-                command, cwd=cwd, env=environment, text=True, errors="surrogateescape", timeout=60
+                argv, cwd=cwd, env=environment, text=True, errors="surrogateescape", timeout=60
             )
             return [set(line.split()) for line in found.splitlines()]
         left = command_lines(shell, lines, home, cwd, environment)

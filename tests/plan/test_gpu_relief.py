@@ -201,7 +201,7 @@ def given(policy: str, offload: str = "auto", **changes: str) -> dict[str, str]:
     return found | changes
 
 
-def found_terms(kind: TermKind, tokens: int = SHORT, **changes: str) -> list[MemoryTerm]:
+def found_terms(kind: TermKind, tokens: int = SHORT, /, **changes: str) -> list[MemoryTerm]:
     spec = long_spec(tokens, offload__mode="superoffload", **changes)
     terms = _all_terms(assess(spec, target_of(spec, H200)).placement)
     return [term for term in terms if term.kind == kind]
