@@ -32,7 +32,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
 
 @pytest.fixture
 def own_presets() -> Path:
-    """The folder of the user's presets."""
     user_folder().mkdir(parents=True)
     return user_folder()
 

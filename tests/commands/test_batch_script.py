@@ -15,10 +15,7 @@ import pytest
 from so_tui.folders import state_home
 from tests.support.commands import Call, forget_cluster
 
-REFUSED = (
-    "sbatch: error: Batch job submission failed: Invalid account or account/partition combination "
-    "specified"
-)
+REFUSED = "Batch job submission failed: Invalid account or account/partition combination specified"
 
 
 @pytest.fixture
@@ -26,7 +23,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file whose presence has sbatch accept jobs, which it refuses until then."""
     folder = tmp_path / "slurm"
     folder.mkdir()
-    refuses = f"echo '{REFUSED}' >&2; exit 1"
+    refuses = f"echo 'sbatch: error: {REFUSED}' >&2; exit 1"
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
         ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else {refuses}; fi"),

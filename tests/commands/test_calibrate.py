@@ -84,7 +84,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def with_ranks(*rank_cpus: list[int]) -> list[Tree]:
-    """Return GPUs whose ranks run on these cores."""
     return [{"index": index, "cpus": [], "rank_cpus": cpus} for index, cpus in enumerate(rank_cpus)]
 
 

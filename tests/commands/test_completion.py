@@ -34,32 +34,7 @@ _INSERT_ALL, _SAVE = "\x1b*", "\x0f"  # Alt-*, Ctrl-O
 _SCRIPTS = Path(__file__).parents[1] / "data" / "shells"
 
 
-def offered(
-    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
-) -> list[list[str]]:
-    """Return the words that bash, zsh or fish offers in place of the last one of each line, as it
-    would insert them. The ``folder`` is empty, and for the shell's own files.
-    """
-    if shell == "fish":
-        done = subprocess.run(
-            ["fish", "--no-config", _SCRIPTS / "offered.fish", *lines],
-            cwd=cwd,
-            env={**environment},
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            check=True,
-            timeout=60,
-        )
-        return [line.split() for line in done.stdout.splitlines()]
-    left = _command_lines(shell, lines, folder, cwd, environment)
-    return [
-        after[len(before) - len(before.split(" ")[-1]) :].split()
-        for before, after in zip(lines, left, strict=True)
-    ]
-
-
-def _command_lines(
+def command_lines(
     shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
@@ -93,14 +68,15 @@ def _command_lines(
 
 @pytest.fixture
 def cwd(tmp_path: Path) -> Path:
-    """Where the shells work."""
     (tmp_path / "user" / "cwd").mkdir(parents=True)
     return tmp_path / "user" / "cwd"
 
 
 @pytest.fixture(params=["bash", "zsh", "fish"])
 def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
-    """Press TAB after lines in a shell, and return the words that it offers for each."""
+    """Press TAB after lines in a shell, and return the words that it offers, as it would insert
+    them, in place of the last one of each.
+    """
     shell, home = request.param, cwd.parent / "home"
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -112,7 +88,21 @@ def offers(request: pytest.FixtureRequest, cwd: Path) -> Offers:
     environment = {**os.environ, "HOME": str(home)}
     environment["PATH"] = f"{cwd.parent / 'bin'}:{os.environ['PATH']}"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    return lambda *lines: [set(words) for words in offered(shell, lines, home, cwd, environment)]
+
+    def offered(*lines: str) -> list[set[str]]:
+        if shell == "fish":
+            argv = ["fish", "--no-config", str(_SCRIPTS / "offered.fish"), *lines]
+            found = subprocess.check_output(
+                argv, cwd=cwd, env=environment, text=True, errors="surrogateescape", timeout=60
+            )
+            return [set(line.split()) for line in found.splitlines()]
+        left = command_lines(shell, lines, home, cwd, environment)
+        return [
+            set(after[len(before) - len(before.split(" ")[-1]) :].split())
+            for before, after in zip(lines, left, strict=True)
+        ]
+
+    return offered
 
 
 def test_commands_options_and_keys(offers: Offers) -> None:

@@ -112,7 +112,6 @@ def test_runs_are_sorted_as_asked_or_as_set(call: Call) -> None:
 
 
 def test_every_step_is_in_the_table_once(runs_dir: Path, tmp_path: Path, call: Call) -> None:
-    """And superseded ones are not."""
     run = empty_run(runs_dir, "resumed")
     for attempt, steps in ((1, range(1, 31)), (2, range(21, 41))):
         writer = MetricsWriter(run, attempt, segment_bytes=5_000)

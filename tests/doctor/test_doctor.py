@@ -16,23 +16,14 @@ from msgspec.structs import replace
 from so_tui.doctor import findings
 from so_tui.machine import Mpam, inspect_machine
 from so_tui.machine.gpus import GpuHealth
+from tests.support import sysroots as hosts
 from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only, with_software
 from tests.support.python_path import printed
-from tests.support.sysroots import (
-    DATA,
-    EIGHT_H100,
-    EIGHT_H200,
-    HOSTS,
-    ONE_H200_GUEST,
-    QUAD_GH200,
-    Host,
-    build_sysroot,
-)
 from tests.support.waiting import wait_until
 
 HEALTHY_GPU = GpuHealth(bus_id="0009:01:00.0", persistence=True, compute_capability=(9, 0))
 SWAPS = "Filename Type Size Used Priority\n"
-PLAIN = Host(cpu={0: ("0-7", 32768)}, grace=False)
+PLAIN = hosts.Host(cpu={0: ("0-7", 32768)}, grace=False)
 DRIVER = {"/proc/driver/nvidia/version": "NVRM version: 580.95.05\n"}
 
 
@@ -40,14 +31,14 @@ def health(**changes: Any) -> dict[str, Any]:
     return {"health": (replace(HEALTHY_GPU, **changes),)}
 
 
-TRAPS: list[dict[str, Any]] = tomllib.loads((DATA / "traps.toml").read_text())["trap"]
+TRAPS: list[dict[str, Any]] = tomllib.loads((hosts.DATA / "traps.toml").read_text())["trap"]
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap["says"])
 def test_traps_of_a_machine(trap: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"host": "QUAD_GH200", "software": {}, "without": ()}
     given |= {"environment": {}} | trap
-    says, host = given.pop("says"), HOSTS[given.pop("host")]
+    says, host = given.pop("says"), hosts.HOSTS[given.pop("host")]
     given["software"] = given["software"] | dict.fromkeys(given.pop("without"))
     if "health" in given:
         gpu = msgspec.to_builtins(HEALTHY_GPU) | given["health"]
@@ -88,13 +79,16 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
     }
     software = {"nvidia_driver": "580.159", "cuda_toolkit": None}
     machine = {"page_size_bytes": 4096, "shm_total_bytes": 62 * GIB, "shm_free_bytes": 62 * GIB}
-    guest: dict[str, Any] = {"host": ONE_H200_GUEST, "machine": machine | {"memory_grows": True}}
+    guest: dict[str, Any] = {
+        "host": hosts.ONE_H200_GUEST,
+        "machine": machine | {"memory_grows": True},
+    }
     own = health(bus_id="0000:05:00.0", uncorrected_ecc_errors=0)
     assert examined(tmp_path, **guest, software=software, files=files, **own) == ""
 
 
 def test_a_snapshot_is_checked_without_this_host() -> None:
-    assert findings(QUAD_GH200.machine()) == ()
+    assert findings(hosts.QUAD_GH200.machine()) == ()
 
 
 def test_a_compiled_kernel_needs_no_compiler(tmp_path: Path) -> None:
@@ -127,8 +121,8 @@ def test_gpu_memory_full_of_file_cache() -> None:
     ("files", "code"), [({}, "no-nvidia-driver"), (DRIVER, "gpus-not-granted")]
 )
 def test_gpus_that_cannot_be_used(tmp_path: Path, files: dict[str, str], code: str) -> None:
-    machine = healthy(EIGHT_H100, gpus=())
-    finding = only(found(machine, files, build_sysroot(EIGHT_H100.listing(), tmp_path)))
+    machine = healthy(hosts.EIGHT_H100, gpus=())
+    finding = only(found(machine, files, hosts.build_sysroot(hosts.EIGHT_H100.listing(), tmp_path)))
     assert brief((finding,)) == f"warning {code}"
     assert "H100" in finding.evidence
 
@@ -143,7 +137,7 @@ def test_a_task_mask_away_from_the_gpu() -> None:
 
 
 def test_few_cores() -> None:
-    machine = healthy(EIGHT_H200, allowed_cpus=tuple(range(16)))
+    machine = healthy(hosts.EIGHT_H200, allowed_cpus=tuple(range(16)))
     assert "few-cores" in [finding.code for finding in found(machine)]
 
 

@@ -29,16 +29,7 @@ from so_tui.plan.binding import (
 )
 from so_tui.plan.plan import RankBinding
 from so_tui.spec.errors import InputError
-from tests.support.sysroots import (
-    DATA,
-    EIGHT_H100,
-    HOSTS,
-    NVL2,
-    ONE_GH200,
-    QUAD_GH200,
-    QUAD_MI300A,
-    Host,
-)
+from tests.support import sysroots as hosts
 
 Bindings = tuple[RankBinding, ...]
 
@@ -48,13 +39,9 @@ def bind(machine: Machine, gpus: int | tuple[int, ...], fraction: float = 0.9) -
 
 
 def written(bindings: Bindings) -> list[str]:
-    return [
-        (
-            f"{one.gpu} @ {cpu_ranges(one.cpus)} / "
-            f"{','.join(map(str, one.memory_policy.nodes)) or 'any'}"
-        )
-        for one in bindings
-    ]
+    nodes = [",".join(map(str, one.memory_policy.nodes)) or "any" for one in bindings]
+    places = [f"{one.gpu} @ {cpu_ranges(one.cpus)}" for one in bindings]
+    return list(map(" / ".join, zip(places, nodes, strict=True)))
 
 
 def cores(bindings: Bindings) -> list[str]:
@@ -67,12 +54,12 @@ def by_itself(bindings: Bindings) -> list[str]:
     return [deepspeed_text(binding) for binding in alone if binding is not None]
 
 
-TABLES = tomllib.loads((DATA / "bindings.toml").read_text())
+TABLES = tomllib.loads((hosts.DATA / "bindings.toml").read_text())
 
 
 @pytest.mark.parametrize("case", TABLES["map"], ids=lambda case: f"{case['host']}-{case['gpus']}")
 def test_every_map(case: dict[str, Any]) -> None:
-    machine, gpus = HOSTS[case["host"]].machine(), case["gpus"]
+    machine, gpus = hosts.HOSTS[case["host"]].machine(), case["gpus"]
     bindings = bind(machine, gpus)
     assert written(bindings) == case["right"]
     assert by_itself(bindings) == case["alone"]
@@ -98,7 +85,7 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
 
 @pytest.mark.parametrize("case", TABLES["job"], ids=lambda case: f"{case['host']}-{case['cpus']}")
 def test_parts_of_a_node_that_jobs_have(case: dict[str, Any]) -> None:
-    machine = job(HOSTS[case["host"]].machine(), case["cpus"], tuple(case["gpus"]))
+    machine = job(hosts.HOSTS[case["host"]].machine(), case["cpus"], tuple(case["gpus"]))
     bindings = bind(machine, len(case["gpus"]))
     assert written(bindings) == case["right"]
     assert [deepspeed_text(one.deepspeed) for one in bindings] == case["listed"]
@@ -106,7 +93,7 @@ def test_parts_of_a_node_that_jobs_have(case: dict[str, Any]) -> None:
 
 
 def test_each_rank_is_bound_to_its_apu() -> None:
-    bindings = bind(QUAD_MI300A.machine(), 4, fraction=0.8)
+    bindings = bind(hosts.QUAD_MI300A.machine(), 4, fraction=0.8)
     assert written(bindings) == [
         f"{n} @ {24 * n}-{24 * n + 23},{96 + 24 * n}-{119 + 24 * n} / {n}" for n in range(4)
     ]
@@ -117,14 +104,14 @@ def test_each_rank_is_bound_to_its_apu() -> None:
 def test_gpus_that_are_not_in_node_order() -> None:
     """DeepSpeed cannot express it: its slices ascend with the rank."""
     gpus = (("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
-    bindings = bind(dataclasses.replace(NVL2, gpus=gpus).machine(), 2)
+    bindings = bind(dataclasses.replace(hosts.NVL2, gpus=gpus).machine(), 2)
     assert written(bindings) == ["0 @ 72-143 / 1", "1 @ 0-71 / 0"]
     assert not any(one.deepspeed.matches for one in bindings)
 
 
 def test_gpus_of_unknown_node_are_spread() -> None:
-    gpus = tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3])
-    bindings = bind(dataclasses.replace(EIGHT_H100, gpus=gpus).machine(), 3)
+    gpus = tuple((address, device, -1) for address, device, _ in hosts.EIGHT_H100.gpus[:3])
+    bindings = bind(dataclasses.replace(hosts.EIGHT_H100, gpus=gpus).machine(), 3)
     assert [(one.numa_node, len(one.cpus)) for one in bindings] == [(0, 56), (0, 56), (1, 112)]
 
 
@@ -136,7 +123,7 @@ def test_gpus_of_unknown_node_are_spread() -> None:
     ],
 )
 def test_ranks_without_gpus_are_spread(ranks: int, expected: list[str]) -> None:
-    bindings = bind(dataclasses.replace(EIGHT_H100, gpus=()).machine(), ranks)
+    bindings = bind(dataclasses.replace(hosts.EIGHT_H100, gpus=()).machine(), ranks)
     assert cores(bindings) == expected
     assert all(one.gpu is None for one in bindings)
 
@@ -145,7 +132,7 @@ def test_ranks_without_gpus_are_spread(ranks: int, expected: list[str]) -> None:
     ("cpus", "ranks"), [("0-1", 2), ("0-6", 2), ("0-1", 3), ("0", 4), ("0-8", 4)]
 )
 def test_shares_are_fair_and_everybody_gets_a_core(cpus: str, ranks: int) -> None:
-    bindings = bind(Host(cpu={0: (cpus, 16384)}, grace=False).machine(), ranks)
+    bindings = bind(hosts.Host(cpu={0: (cpus, 16384)}, grace=False).machine(), ranks)
     sizes = [len(one.cpus) for one in bindings]
     count = len(parse_cpus(cpus))
     assert min(sizes) >= 1
@@ -171,19 +158,19 @@ def test_main_process_keeps_its_cores(count: int, fraction: float, main: int, ad
 
 
 def test_other_modes_have_no_adam_worker() -> None:
-    binding = bind(ONE_GH200.machine(), 1)[0].without_worker()
+    binding = bind(hosts.ONE_GH200.machine(), 1)[0].without_worker()
     assert binding.main_cpus == binding.cpus == tuple(range(72))
     assert binding.adam_cpus == ()
 
 
 def test_without_numactl_the_launcher_binds_nothing() -> None:
-    whole = bind(QUAD_GH200.machine(), 2)
+    whole = bind(hosts.QUAD_GH200.machine(), 2)
     assert uses_numactl(whole)
     assert [" ".join(one.deepspeed.numactl) for one in whole] == [
         "numactl -m 0 -C 0-71",
         "numactl -m 1 -C 72-143",
     ]
-    machine = replace(QUAD_GH200.machine(), software=Software(numactl_works=False))
+    machine = replace(hosts.QUAD_GH200.machine(), software=Software(numactl_works=False))
     bindings = bind(machine, 2)
     assert not uses_numactl(bindings)
     assert all(one.deepspeed.numactl == () and not one.deepspeed.matches for one in bindings)
@@ -194,8 +181,8 @@ def test_memory_nodes_that_cannot_be_bound_to_are_left() -> None:
     """set_mempolicy fails for a node outside ``Mems_allowed`` and for one without memory: better no
     policy than a rank that does not start.
     """
-    forbidden = job(QUAD_GH200.machine(), "0-143", (0, 1), allowed_memory_nodes=(0,))
-    without = Host(cpu={0: ("0-71", 16384), 1: ("72-143", 0)}, grace=False).machine()
+    forbidden = job(hosts.QUAD_GH200.machine(), "0-143", (0, 1), allowed_memory_nodes=(0,))
+    without = hosts.Host(cpu={0: ("0-71", 16384), 1: ("72-143", 0)}, grace=False).machine()
     for machine, first in ((forbidden, "bind"), (without, "default")):
         bindings = bind(machine, 2)
         assert cores(bindings) == ["0-71", "72-143"]
@@ -204,14 +191,14 @@ def test_memory_nodes_that_cannot_be_bound_to_are_left() -> None:
 
 
 def test_gpus_split_by_mig_take_no_rank() -> None:
-    two = NVL2.machine()
+    two = hosts.NVL2.machine()
     half = replace(two, gpus=(replace(two.gpus[0], mig=True), two.gpus[1]))
     assert written(bind(half, 1)) == ["1 @ 72-143 / 1"], "a count takes whole GPUs"
 
 
 def test_cpus_that_do_not_exist() -> None:
     with pytest.raises(InputError, match="allowed_cpus"):
-        bind(replace(ONE_GH200.machine(), allowed_cpus=()), 1)
+        bind(replace(hosts.ONE_GH200.machine(), allowed_cpus=()), 1)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +228,7 @@ def test_the_emulation_is_what_deepspeed_really_does(
     ranks: int,
 ) -> None:
     """Of most maps, the tables have what that is."""
-    nodes = HOSTS[host].machine().numa_nodes
+    nodes = hosts.HOSTS[host].machine().numa_nodes
     hardware = [f"available: {len(nodes)} nodes (0-{len(nodes) - 1})"]
     hardware += [" ".join([f"node {node.id} cpus:", *map(str, node.cpus)]) for node in nodes]
     program = tmp_path / "numactl"

@@ -44,7 +44,6 @@ def test_versions_are_those_installed(here: Machine) -> None:
 
 
 def test_a_smaller_affinity_is_respected() -> None:
-    """In a process of its own, held to its first CPU."""
     code = """
 import os
 from so_tui.machine import inspect_machine

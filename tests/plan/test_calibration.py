@@ -11,18 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.model.profile import profile_of
+from so_tui.plan import measured
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
-from so_tui.plan.measured import (
-    STEP_PARTS,
-    Figures,
-    Passes,
-    Probe,
-    Rates,
-    _path_of,
-    calibration_of,
-    speed_of,
-    store,
-)
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import DIGEST, AttentionRate, Calibrated, published_speed
@@ -32,7 +22,7 @@ from so_tui.plan.workload import Workload
 from so_tui.spec import RunSpec, with_values
 from tests.support import planning
 from tests.support.machines import superchips, x86
-from tests.support.planning import CATALOG, H200, bytes_of, source_of, spec_of
+from tests.support.planning import CATALOG, H200, bytes_of, some, source_of, spec_of
 
 LONG = spec_of(
     "qwen3-4b-random",
@@ -45,7 +35,7 @@ LONG = spec_of(
 SHORT = with_values(LONG, {"data.sequence_length": "1024", "train.micro_batch": "1"})
 """Its forward takes less, its backward longer."""
 ON_GPU = with_values(LONG, {"offload.mode": "gpu"})
-RATES = Rates(
+RATES = measured.Rates(
     measured="2026-11-21T10:00:00+00:00",
     seconds=40.0,
     matrix_flops=340e12,
@@ -82,27 +72,23 @@ def on_host(spec: RunSpec) -> RunSpec:
 
 def model_of(spec: RunSpec) -> StepModel:
     target = target_of(spec, H200, workload=Workload(), probed=False)
-    model = step_model(assess(spec, target).placement, target)
-    assert model is not None
-    return model
+    return some(step_model(assess(spec, target).placement, target))
 
 
-def computing(spec: RunSpec) -> Passes:
+def computing(spec: RunSpec) -> measured.Passes:
     """As predicted, of a spec with weights on the host."""
-    fetching = fetching_of(model_of(spec))
-    assert fetching is not None
-    return fetching.computing
+    return some(fetching_of(model_of(spec))).computing
 
 
 def probe_of(
     spec: RunSpec, forward: float, backward: float, exposed: float = 1.0, more_gb: float = 0.0
-) -> Probe:
+) -> measured.Probe:
     """Return a probe that took so many times what was predicted of its passes and its exposed
     optimizer.
     """
     fetches = spec.offload.parameters == "cpu"
     plan, step = plan_of(spec, probed=False), step_of(spec, probed=False)
-    predicted = Figures(
+    predicted = measured.Figures(
         step_s=step.total_s,
         forward_s=step.forward_s,
         backward_s=step.backward_s,
@@ -119,7 +105,7 @@ def probe_of(
         gpu_reserved_bytes=plan.gpu_reserved_bytes + int(more_gb * 1e9),
         gpu_device_bytes=plan.gpu_bytes + int((more_gb + 0.2) * 1e9),
     )
-    return Probe(
+    return measured.Probe(
         measured=RATES.measured,
         model=profile_of(spec.model).key,
         mode="superoffload",
@@ -129,14 +115,13 @@ def probe_of(
         predicted=predicted,
         actual=actual,
         constants=DIGEST,
-        step_parts=STEP_PARTS,
+        step_parts=measured.STEP_PARTS,
         host_weights=fetches,
         computing=computing(spec) if fetches else None,
     )
 
 
-def exposed_for(probe: Probe, predicted_s: float, actual_s: float) -> Probe:
-    """Return a probe whose optimizer was exposed for so long."""
+def exposed_for(probe: measured.Probe, predicted_s: float, actual_s: float) -> measured.Probe:
     return replace(
         probe,
         predicted=replace(probe.predicted, exposed_optimizer_s=predicted_s),
@@ -147,12 +132,12 @@ def exposed_for(probe: Probe, predicted_s: float, actual_s: float) -> Probe:
 def test_plans_use_the_machines_own_rates_and_say_so() -> None:
     """Rates that were not measured stay as published."""
     before = make_plan(LONG, H200)
-    assert store(H200, rates=RATES) == _path_of(H200)
+    assert measured.store(H200, rates=RATES) == measured._path_of(H200)
     after = make_plan(LONG, H200)
     assert source_of(after).calibrated == Calibrated(date=RATES.measured)
     assert source_of(before).calibrated is None
     assert planning.step_of(after).forward_s > 1.5 * planning.step_of(before).forward_s
-    store(H200, rates=replace(RATES, matrix_flops=None, hbm_bytes_per_s=None))
+    measured.store(H200, rates=replace(RATES, matrix_flops=None, hbm_bytes_per_s=None))
     partly = source_of(make_plan(LONG, H200))
     assert partly.published == source_of(before).published
     assert partly.calibrated is not None
@@ -162,28 +147,28 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
     machine = x86("NVIDIA L40S", gpu_mib=46_068)
     assert published_speed("NVIDIA L40S") is None
     assert make_plan(LONG, machine).step is None
-    store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4))
+    measured.store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4))
     assert make_plan(LONG, machine).step is not None
-    store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4, adam=()))
+    measured.store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4, adam=()))
     assert make_plan(LONG, machine).step is None, "how fast its CPU Adam is, nobody knows"
 
 
 def test_twin_borrows_rates_and_another_kind_does_not() -> None:
-    store(H200, rates=RATES)
+    measured.store(H200, rates=RATES)
     twin = make_plan(LONG, replace(H200, hostname="node7"))
     assert source_of(twin).calibrated == Calibrated(date=RATES.measured, host=H200.hostname)
-    assert calibration_of(x86("NVIDIA H200", cores=32)) is None
-    assert calibration_of(superchips(1)) is None
+    assert measured.calibration_of(x86("NVIDIA H200", cores=32)) is None
+    assert measured.calibration_of(superchips(1)) is None
 
 
 @pytest.mark.parametrize(
     ("old", "new"), [("{", "["), *(("340000000000000.0", rate) for rate in ("0", "-1.0", "1e300"))]
 )
 def test_a_damaged_or_impossible_file_counts_as_none(old: str, new: str) -> None:
-    path = store(H200, rates=RATES)
+    path = measured.store(H200, rates=RATES)
     path.write_text(path.read_text().replace(old, new))
     assert new in path.read_text()
-    assert calibration_of(H200) is None
+    assert measured.calibration_of(H200) is None
     assert make_plan(LONG, H200).step_s
 
 
@@ -191,7 +176,7 @@ def test_a_damaged_or_impossible_file_counts_as_none(old: str, new: str) -> None
 def test_a_probe_of_other_constants_or_parts_corrects_nothing(change: dict[str, Any]) -> None:
     """Nor does an older one, which hid how long fetching takes."""
     probe = probe_of(LONG if change else on_host(LONG), 1.5, 1.5, more_gb=1.0)
-    store(H200, probe=replace(probe, computing=None, **change))
+    measured.store(H200, probe=replace(probe, computing=None, **change))
     for spec in (LONG, on_host(LONG)):
         assert plan_of(spec) == plan_of(spec, probed=False)
 
@@ -201,10 +186,8 @@ def test_a_probe_corrects_its_model_and_no_other() -> None:
     unprobed = recommend(other, H200)
     data = Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98)
     probe = replace(probe_of(LONG, 1.2, 1.2, 1.2, more_gb=1.5), workload=data)
-    assert store(H200, probe=probe) == store(H200, probe=probe)
-    known = calibration_of(H200)
-    assert known is not None
-    assert known.probes == (probe,)
+    assert measured.store(H200, probe=probe) == measured.store(H200, probe=probe)
+    assert some(measured.calibration_of(H200)).probes == (probe,)
     plan = make_plan(LONG, H200)
     assert plan.gpu_reserved_bytes == probe.actual.gpu_reserved_bytes
     assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
@@ -217,7 +200,7 @@ def test_a_probe_corrects_its_model_and_no_other() -> None:
 
 def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
     exposed_s = step_of(LONG).exposed_optimizer_s
-    store(H200, probe=exposed_for(probe_of(LONG, 1.1, 1.0), exposed_s, exposed_s + 0.2))
+    measured.store(H200, probe=exposed_for(probe_of(LONG, 1.1, 1.0), exposed_s, exposed_s + 0.2))
     # Otherwise the mode that was not probed would seem the faster one.
     assert corrected(LONG) == corrected(ON_GPU) == pytest.approx((1.1, 1.0))
     assert step_of(LONG).exposed_optimizer_s == pytest.approx(exposed_s + 0.2)
@@ -227,7 +210,7 @@ def test_a_small_wait_does_not_multiply_a_long_one() -> None:
     """What is exposed is a small difference of large times, so its ratio says little about another
     setting.
     """
-    store(H200, probe=exposed_for(probe_of(LONG, 1.0, 1.0), 0.01, 0.06))
+    measured.store(H200, probe=exposed_for(probe_of(LONG, 1.0, 1.0), 0.01, 0.06))
     spec = with_values(LONG, {"train.gradient_clipping": "1", "offload.speculation": "off"})
     unprobed_s = step_of(spec, probed=False).exposed_optimizer_s
     assert unprobed_s > 0.3
@@ -238,15 +221,15 @@ def test_memory_beyond_the_formulas_is_shared_by_modes() -> None:
     """Otherwise a mode that was not probed would seem to fit where the probed one just does. Less
     memory is promised to no other mode, and at most the slack is taken away.
     """
-    store(H200, probe=(probe := probe_of(LONG, 1.0, 1.0, more_gb=1.5)))
+    measured.store(H200, probe=(probe := probe_of(LONG, 1.0, 1.0, more_gb=1.5)))
     assert more_bytes(ON_GPU) == 1_500_000_000
     contexts = [bytes_of(plan_of(ON_GPU, probed=one), "cuda-context") for one in (True, False)]
     assert contexts[0] == contexts[1], "a mode's own"
     as_predicted = replace(probe.actual, gpu_reserved_bytes=probe.predicted.gpu_reserved_bytes)
-    store(H200, probe=replace(probe, mode="zerooffload", actual=as_predicted))
+    measured.store(H200, probe=replace(probe, mode="zerooffload", actual=as_predicted))
     assert more_bytes(ON_GPU) == 0, "not every probed mode took it"
     for more_gb in (-1.0, -30.0):
-        store(H200, probe=probe_of(LONG, 1.0, 1.0, more_gb=more_gb))
+        measured.store(H200, probe=probe_of(LONG, 1.0, 1.0, more_gb=more_gb))
         assert more_bytes(ON_GPU) == 0
     assert bytes_of(plan_of(LONG), "allocator-slack") == 0
     assert all(term.bytes >= 0 for term in plan_of(LONG).breakdown)
@@ -254,7 +237,7 @@ def test_memory_beyond_the_formulas_is_shared_by_modes() -> None:
 
 def test_plan_says_what_a_probe_corrected() -> None:
     """Of another mode, or one that had the weights elsewhere."""
-    store(H200, probe=probe_of(LONG, 1.2, 1.2))
+    measured.store(H200, probe=probe_of(LONG, 1.2, 1.2))
     own, gpu = source_of(plan_of(LONG)), source_of(plan_of(ON_GPU))
     assert (own.probed, own.probed_modes, own.probed_weights) == (True, ("superoffload",), "")
     assert gpu.probed_modes == ("superoffload",)
@@ -262,7 +245,7 @@ def test_plan_says_what_a_probe_corrected() -> None:
     assert "superoffload" not in _speed_source_text(own, "superoffload")
     fetching = source_of(plan_of(on_host(LONG)))
     assert (fetching.probed, fetching.probed_weights) == (True, "gpu")
-    store(H200, probe=probe_of(on_host(LONG), 1.2, 1.2))
+    measured.store(H200, probe=probe_of(on_host(LONG), 1.2, 1.2))
     assert source_of(plan_of(on_host(LONG))).probed_weights == ""
 
 
@@ -271,7 +254,7 @@ def test_a_probe_that_hid_fetching_corrects_by_the_lower_error() -> None:
     as its computation, and the rest may have been a wait for weights. Its memory is its own.
     """
     probe = probe_of(on_host(LONG), 1.3, 1.2, exposed=1.5, more_gb=2.0)
-    store(H200, probe=probe)
+    measured.store(H200, probe=probe)
     for spec in (LONG, SHORT, ON_GPU):
         assert corrected(spec) == pytest.approx((1.2, 1.2))
     assert source_of(plan_of(LONG)).probed_weights == "host"
@@ -284,7 +267,7 @@ def test_a_probe_that_hid_fetching_corrects_by_the_lower_error() -> None:
 
 def test_a_probe_whose_forward_waited_corrects_what_waits() -> None:
     """And its backward what is computed."""
-    store(H200, probe=probe_of(on_host(SHORT), 4.0, 1.1))
+    measured.store(H200, probe=probe_of(on_host(SHORT), 4.0, 1.1))
     assert corrected(LONG) == pytest.approx((1.1, 1.1))
     assert corrected(on_host(SHORT)) == pytest.approx((4.0, 1.1))
     hidden, predicted = step_of(on_host(LONG)), step_of(on_host(LONG), probed=False)
@@ -295,11 +278,10 @@ def test_a_probe_whose_forward_waited_corrects_what_waits() -> None:
 
 
 def test_a_probe_of_two_waits_says_nothing_of_computation() -> None:
-    slow_bus = Rates(measured=RATES.measured, seconds=40.0, h2d_bytes_per_s=2e9)
-    store(H200, rates=slow_bus)
-    store(H200, probe=(probe := probe_of(on_host(SHORT), 1.4, 1.4)))
-    assert probe.computing is not None
-    assert probe.predicted.backward_s > probe.computing.backward_s
+    slow_bus = measured.Rates(measured=RATES.measured, seconds=40.0, h2d_bytes_per_s=2e9)
+    measured.store(H200, rates=slow_bus)
+    measured.store(H200, probe=(probe := probe_of(on_host(SHORT), 1.4, 1.4)))
+    assert probe.predicted.backward_s > some(probe.computing).backward_s
     assert corrected(LONG) == (1.0, 1.0)
     source = source_of(plan_of(LONG))
     assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
@@ -310,7 +292,7 @@ def test_a_probe_of_two_waits_says_nothing_of_computation() -> None:
 @pytest.mark.parametrize("error", [0.2, 1.1, 3.0])
 def test_probe_with_weights_corrects_what_is_computed(error: float) -> None:
     """How long fetching takes is as predicted."""
-    store(H200, probe=probe_of(LONG, error, error))
+    measured.store(H200, probe=probe_of(LONG, error, error))
     for spec in (on_host(LONG), on_host(SHORT)):
         found, predicted, computed = step_of(spec), step_of(spec, probed=False), computing(spec)
         fetched_s = model_of(spec).fetched_weights_s
@@ -321,15 +303,14 @@ def test_probe_with_weights_corrects_what_is_computed(error: float) -> None:
 
 
 def test_each_plan_is_corrected_by_its_own_kind_of_probe() -> None:
-    store(H200, probe=probe_of(LONG, 1.1, 1.1))
-    store(H200, probe=probe_of(on_host(LONG), 1.5, 1.5))
+    measured.store(H200, probe=probe_of(LONG, 1.1, 1.1))
+    measured.store(H200, probe=probe_of(on_host(LONG), 1.5, 1.5))
     assert corrected(LONG)[0] == pytest.approx(1.1)
     assert corrected(on_host(LONG))[0] == pytest.approx(1.5)
 
 
 def test_measured_attention_is_planned_with() -> None:
     rate = AttentionRate(1024, 1e14, 5e13)
-    store(H200, rates=replace(RATES, attention=(("torch-flash", (rate,)),)))
-    speed = speed_of(H200, H200.gpus[0].name, calibration_of(H200))
-    assert speed is not None
+    measured.store(H200, rates=replace(RATES, attention=(("torch-flash", (rate,)),)))
+    speed = some(measured.speed_of(H200, H200.gpus[0].name, measured.calibration_of(H200)))
     assert speed.attention_at("torch-flash", 1024.0) == rate

@@ -11,15 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.ds_config import _published_config, ds_config
-from so_tui.model.profile import (
-    MLP_TILE_TOKENS,
-    ModelProfile,
-    offloaded_bytes,
-    profile_of,
-)
+from so_tui.model.profile import MLP_TILE_TOKENS, ModelProfile, offloaded_bytes, profile_of
 from so_tui.model.shape import architecture
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
-from so_tui.plan.fit import Assessment, assess, target_of
+from so_tui.plan.fit import Assessment, Target, assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import AutoMode, InputsOnHost, MlpTiled, WeightsOnHost
 from so_tui.plan.plan import Plan
@@ -32,7 +27,7 @@ from so_tui.spec import RunSpec, with_values
 from so_tui.spec.run_spec import ParameterBlock
 from superoffload.ds_config import overrides
 from tests.support.machines import superchips, x86
-from tests.support.planning import H200, facts_of, long_spec, only, spec_of, step_of
+from tests.support.planning import H200, facts_of, long_spec, only, some, spec_of, step_of
 from tests.support.problems import rejected
 
 A100 = x86("NVIDIA A100-SXM4-40GB", gpu_mib=40_960, memory_mib=512 * 1024)
@@ -50,7 +45,6 @@ def assessed(mode: str = "superoffload", **changes: str) -> Assessment:
 
 
 def where_they_are(**changes: str) -> tuple[Assessment, Assessment]:
-    """Return the same settings with weights on the GPU and on the host."""
     off = {"offload__speculation": "off"} | changes
     return assessed(offload__parameters="none", **off), assessed(**ON_HOST, **off)
 
@@ -59,6 +53,11 @@ def sizes_of(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
     return [
         (term.location, term.bytes) for term in _all_terms(found.placement) if term.kind == kind
     ]
+
+
+def with_bus(target: Target, **rates: float) -> Target:
+    speed = replace(some(target.resources.speed), **rates)
+    return dataclasses.replace(target, resources=dataclasses.replace(target.resources, speed=speed))
 
 
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
@@ -106,22 +105,14 @@ def test_fetching_weights_is_hidden_where_the_bus_is_fast() -> None:
     """Where it is not, they make a pass as long as they take."""
     long = {"data__sequence_length": "16384", "offload__ratio": "1"}
     before, found = where_they_are(**long)
-    resting, quick, speed = before.step, found.step, found.target.resources.speed
-    assert resting is not None
-    assert quick is not None
-    assert speed is not None
+    resting, quick = some(before.step), some(found.step)
     assert (quick.forward_s, quick.backward_s) == (resting.forward_s, resting.backward_s)
     assert quick.exposed_optimizer_s <= resting.exposed_optimizer_s, "new weights stay there"
-    slow_bus = replace(speed, h2d_bytes_per_s=2e9)
-    resources = dataclasses.replace(found.target.resources, speed=slow_bus)
-    slow = found.step_with(dataclasses.replace(found.target, resources=resources))
-    assert slow is not None
+    slow = some(found.step_with(with_bus(found.target, h2d_bytes_per_s=2e9)))
     copied_s = 2 * found.layout.numel / 2e9
     assert slow.backward_s == pytest.approx(copied_s)
     assert copied_s < slow.forward_s < 1.1 * copied_s
-    rates = found.model.rates() if found.model else None
-    assert rates is not None
-    assert rates.h2d_bytes == 0
+    assert some(some(found.model).rates()).h2d_bytes == 0
 
 
 def test_weights_are_moved_where_only_that_makes_a_model_fit() -> None:
@@ -152,12 +143,22 @@ def test_auto_mode_with_weights_on_the_host_offloads() -> None:
     assert recommend(long_run(**ON_HOST), H200).mode == "superoffload"
 
 
-@pytest.mark.parametrize(("mode", "proposed"), [("superoffload", True), ("gpu", False)])
-def test_a_run_out_of_memory_moves_weights_if_it_offloads(mode: str, proposed: bool) -> None:
-    given = {"model__activation_offload": "off", "model__tiled_mlp": "off", "offload__ratio": "1"}
-    savings = memory_advice(long_run(offload__mode=mode, **given), "gpu").savings
+@pytest.mark.parametrize(
+    ("mode", "offload", "moved"),
+    [
+        ("superoffload", "off", {"offload.parameters"}),
+        ("gpu", "off", set()),
+        ("gpu", "auto", {"model.activation_offload"}),
+    ],
+)
+def test_a_run_out_of_memory_is_told_what_it_can_move(
+    mode: str, offload: str, moved: set[str]
+) -> None:
+    policy = {"model__tiled_mlp": "off"} | given("full", offload)
+    spec = long_run(offload__mode=mode, offload__ratio="1", **policy)
+    savings = memory_advice(spec, "gpu").savings
     keys = {change.key for saving in savings for change in saving.changes}
-    assert ("offload.parameters" in keys) == proposed
+    assert keys & {"offload.parameters", "model.activation_offload"} == moved
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
@@ -200,8 +201,8 @@ def given(policy: str, offload: str = "auto", **changes: str) -> dict[str, str]:
     return found | changes
 
 
-def found_terms(kind: TermKind, **changes: str) -> list[MemoryTerm]:
-    spec = long_spec(SHORT, offload__mode="superoffload", **changes)
+def found_terms(kind: TermKind, tokens: int = SHORT, /, **changes: str) -> list[MemoryTerm]:
+    spec = long_spec(tokens, offload__mode="superoffload", **changes)
     terms = _all_terms(assess(spec, target_of(spec, H200)).placement)
     return [term for term in terms if term.kind == kind]
 
@@ -268,15 +269,6 @@ def test_results_are_moved_instead_of_computed_again() -> None:
     assert fact.results_bytes / fact.bytes == pytest.approx(RESULT / INPUT)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("activation_offload", "inputs"), ("activation_checkpointing", "full")]
-)
-def test_recommendation_keeps_what_is_set_of_activations(key: str, value: str) -> None:
-    found = recommend(long_spec(262_144, **{f"model__{key}": value}), H200).spec.model
-    assert getattr(found, key) == value
-    assert (found.activation_checkpointing, found.activation_offload) != ("attention", "on")
-
-
 def test_attention_alone_on_the_host_means_its_policy() -> None:
     plan = make_plan(long_spec(SHORT, model__activation_offload="attention"), H200)
     assert plan.spec.model.activation_checkpointing == "attention"
@@ -310,26 +302,15 @@ def test_inputs_are_moved_where_only_that_makes_a_length_fit() -> None:
 def test_a_slow_bus_makes_both_passes_as_long_as_its_copies(policy: str) -> None:
     spec = long_spec(SHORT, **given(policy, "on", offload__mode="gpu"))
     fast = target_of(spec, H200)
-    assert fast.resources.speed is not None
-    speed = replace(fast.resources.speed, d2h_bytes_per_s=1e8, h2d_bytes_per_s=2e8)
-    slow = dataclasses.replace(fast, resources=dataclasses.replace(fast.resources, speed=speed))
+    slow = with_bus(fast, d2h_bytes_per_s=1e8, h2d_bytes_per_s=2e8)
     without = with_values(spec, {"model.activation_offload": "off"})
     held, quick, resting = (
-        assess(one, on).step for one, on in ((spec, slow), (spec, fast), (without, fast))
+        some(assess(one, on).step) for one, on in ((spec, slow), (spec, fast), (without, fast))
     )
-    assert held is not None
-    assert quick is not None
     assert quick == resting
     moved = SHAPE.layers * (INPUT + (RESULT if policy == "attention" else 0))
     assert held.backward_s == pytest.approx(moved / 2e8)
     assert held.forward_s - quick.forward_s == pytest.approx(moved / 1e8, rel=0.2)
-
-
-def test_a_run_out_of_memory_is_told_to_move_inputs() -> None:
-    spec = long_spec(SHORT, **given("full", offload__mode="gpu"))
-    savings = memory_advice(spec, "gpu").savings
-    keys = {change.key for saving in savings for change in saving.changes}
-    assert "model.activation_offload" in keys
 
 
 TILED_TOKENS = 131_072
@@ -340,9 +321,8 @@ HIDDEN, FEED_FORWARD = 2560, 9728
 
 
 def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
-    spec = long_spec(tokens, offload__mode="superoffload", model__tiled_mlp=tiled, **changes)
-    terms = _all_terms(assess(spec, target_of(spec, H200)).placement)
-    return sum(term.bytes for term in terms if term.kind == "block-working-set")
+    terms = found_terms("block-working-set", tokens, model__tiled_mlp=tiled, **changes)
+    return sum(term.bytes for term in terms)
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])

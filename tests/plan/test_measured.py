@@ -134,7 +134,6 @@ def test_the_docs_show_the_errors() -> None:
 
 
 def test_the_error_of_a_step_depends_on_its_rates() -> None:
-    """And says where it was not checked."""
     gpus = ("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA B200")
     speeds = {gpu: speed for gpu in gpus if (speed := published_speed(gpu))}
     own = replace(speeds["NVIDIA H200"], calibrated=Calibrated(date="2026-11-22T10:00:00+00:00"))

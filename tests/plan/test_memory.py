@@ -9,7 +9,6 @@ from so_tui.model.profile import ModelProfile, StateLayout, profile_of
 from so_tui.model.shape import architecture
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.placement import Placement
-from so_tui.plan.plan import Plan
 from so_tui.plan.terms import MemoryTerm
 from so_tui.spec import RunSpec
 from tests.support.planning import CATALOG, H200, QUAD, bytes_of, planned, spec_of
@@ -17,24 +16,20 @@ from tests.support.planning import CATALOG, H200, QUAD, bytes_of, planned, spec_
 GPU = {"offload__mode": "gpu"}
 OURS = {"offload__mode": "superoffload"}
 THEIRS = OURS | {"offload__engine": "deepspeed"}
-ZERO = {"offload__mode": "zerooffload"}
 
 
 def state_layout(spec: RunSpec, ranks: int) -> StateLayout:
     return profile_of(spec.model).layout(ranks, spec.offload)
 
 
-def placed(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> Placement:
+def terms_of(spec: RunSpec, ranks: int) -> tuple[MemoryTerm, ...]:
     profile, layout = profile_of(spec.model), state_layout(spec, ranks)
-    return Placement(spec=spec, profile=profile, layout=layout, has_gpu=has_gpu, local_ranks=ranks)
-
-
-def terms_of(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> tuple[MemoryTerm, ...]:
-    return memory_terms(placed(spec, ranks, has_gpu=has_gpu))
+    return memory_terms(
+        Placement(spec=spec, profile=profile, layout=layout, has_gpu=True, local_ranks=ranks)
+    )
 
 
 def sizes(spec: RunSpec, ranks: int, location: str) -> dict[str, int]:
-    """Return the bytes of each kind at a location."""
     return {term.kind: term.bytes for term in terms_of(spec, ranks) if term.location == location}
 
 
@@ -119,23 +114,12 @@ def test_saving_takes_disk_and_host_memory(changes: dict[str, str], each: int, c
     assert bool(bytes_of(plan, "saving")) == bool(copies)
 
 
-MEASURED = {
-    "gpus": "1",
-    "model__activation_checkpointing": "full",
-    "model__kernels": "plain",
-    "offload__ratio": "0.9",
-    "offload__sub_group_size": "400000000",
-    "offload__speculation": "off",
-}
-
-
-def with_torch(version: str, **changes: str) -> Plan:
-    host = replace(H200, software=replace(H200.software, torch=version))
-    return planned("qwen3-4b-random", host, **MEASURED | changes)
-
-
 def test_newer_torch_rounds_no_pinned_memory() -> None:
-    old, new = (with_torch(version, **ZERO) for version in ("2.12.1", "2.13.0"))
+    old, new = (
+        planned("qwen3-4b-random", machine, gpus="1", offload__mode="zerooffload")
+        for version in ("2.12.1", "2.13.0")
+        for machine in [replace(H200, software=replace(H200.software, torch=version))]
+    )
     assert old.host_bytes_per_node[0] > new.host_bytes_per_node[0]
     layout = state_layout(new.spec, 1)
     assert exact_host_bytes(new.breakdown) == 16 * layout.cpu_numel + 2 * layout.numel

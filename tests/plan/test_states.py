@@ -75,14 +75,11 @@ def test_what_fits_on_grace_hopper_parts(
     ]
     assert tuple(plan.verdict for plan in plans) == verdicts
     offered = [fact.states for fact in facts_of(plans[0].remedies, CompactStatesFit)]
-    assert (
-        offered
-        == [states for states, fits in zip(FORMATS, verdicts, strict=True) if fits == "fits"][:1]
-    )
+    fitting = [states for states, fits in zip(FORMATS, verdicts, strict=True) if fits == "fits"]
+    assert offered == fitting[:1]
 
 
 def test_compact_moments_are_offered_beside_more_gpus() -> None:
-    """And not where the run fits."""
     plan = recommended("qwen3-14b", QUAD)
     offered = only(plan.remedies, CompactStatesFit)
     assert (offered.states, only(plan.remedies, MoreGpusFit).gpus) == ("int8-moments", 2)

@@ -21,7 +21,7 @@ from so_tui.plan.show import _cell, plan_tree, render_plan, render_table
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
 from so_tui.spec import Problem, with_values
 from tests.support.machines import x86
-from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, recommended, shown
+from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, recommended, shown, some
 from tests.support.yardstick import seconds_of_plain_python, slowness
 
 EIGHT = x86("NVIDIA H200", gpu_count=8)
@@ -41,10 +41,10 @@ def test_a_cell_tells_what_is_short_most() -> None:
     """Within a memory limit nothing of a GPU's or a node's is short."""
     machine = x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024)
     plan = recommended("gpt-oss-20b", replace(machine, memory_limit_bytes=150 * 2**30))
-    assert plan.shortage is not None
-    assert plan.shortage.pool == "limit"
-    assert _cell(plan).plain.endswith(f"limit {round(plan.shortage.needs / 2**30)} > 150")
-    near = _cell(replace(plan, shortage=replace(plan.shortage, needs=int(149.7 * 2**30)))).plain
+    short = some(plan.shortage)
+    assert short.pool == "limit"
+    assert _cell(plan).plain.endswith(f"limit {round(short.needs / 2**30)} > 150")
+    near = _cell(replace(plan, shortage=replace(short, needs=int(149.7 * 2**30)))).plain
     assert "limit 150 of 150" in near
 
 
@@ -64,9 +64,7 @@ def test_the_table_has_every_preset_and_marks_at_most_one_count() -> None:
 def test_number_of_gpus_named_is_the_one_marked() -> None:
     machine, preset = named_machine("h200-8"), CATALOG.presets["llama-3.3-70b"]
     (row,) = plan_table([preset], machine)
-    best = best_number_of_gpus(preset.spec, machine)
-    assert best is not None
-    assert best.gpus == 8
+    assert some(best_number_of_gpus(preset.spec, machine)).gpus == 8
     assert [count for count, plan in row.cells.items() if plan.recommended] == [8]
     assert preset.spec.ranks == 4
 
@@ -182,12 +180,8 @@ VALUES: dict[str, object] = {
 }
 
 
-def test_every_fact_has_a_code_of_its_own_and_words() -> None:
-    kinds = get_args(AnyFact)
-    codes = [kind.__struct_config__.tag for kind in kinds]
-    assert len(set(codes)) == len(kinds) > 30
-    assert codes[kinds.index(TooFewGpus)] == "too-few-gpus"
-    for kind in kinds:
+def test_every_fact_has_words() -> None:
+    for kind in get_args(AnyFact):
         required = [field.name for field in msgspec.structs.fields(kind) if field.required]
         given = {name: VALUES.get(name, 1) for name in required}
         if kind is TooFewGpus:

@@ -108,7 +108,6 @@ LONG = [
 
 
 def planned_row(row: dict[str, Any]) -> Plan:
-    """Plan what a row measured, at published rates."""
     values = {"gpus": str(row["gpus"]), "train.micro_batch": "1", "offload.ratio": "0.9"}
     values |= dict(change.split("=", 1) for change in row["set"]) | row.get("chosen", {})
     values |= {
@@ -178,7 +177,6 @@ def test_padding_takes_no_time_where_attention_takes_boundaries() -> None:
 
 
 def test_rows_with_a_mask_are_as_wide_as_the_longest() -> None:
-    """Of their micro-batch."""
     changes = FULL | {"model__attention": "sdpa", "data__packing": "false"}
     data = Workload(useful_share=0.2, row_shares=((1, 0.2), (2, 0.3), (8, 0.5)))
     assert [data.row_share(size) for size in (1, 2, 4, 8, 16)] == [0.2, 0.3, 0.5, 0.5, 1.0]

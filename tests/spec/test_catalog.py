@@ -26,7 +26,6 @@ TINY = find_preset("tiny").spec
 
 @pytest.fixture(autouse=True)
 def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the user's presets in ``tmp_path``."""
     monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
 
 
@@ -92,13 +91,6 @@ def test_base_may_extend_another(tmp_path: Path) -> None:
     assert (a.train.steps, a.train.epochs) == (5, 0)
     assert (b.train.steps, b.train.tokens) == (0, 100)
     assert b.model.parameters == presets["qwen3-14b"].spec.model.parameters
-
-
-def test_an_unknown_preset_names_the_nearest() -> None:
-    problem = refusal(lambda: find_preset("qwen3-15b"))
-    assert (problem.code, problem.value) == ("unknown-preset", '"qwen3-15b"')
-    assert "Did you mean `qwen3-14b`?" in problem.remedy
-    assert "tiny" in problem.remedy
 
 
 def test_an_empty_or_absent_file_is_a_problem(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ WEIGHT = "a number above 0"
 NAN = float("nan")
 SOURCE = "data.source"
 A = {"source": "a"}
+TABLE = {"config": {"model_type": 3}, "parameters": [{"repeat": 0}]}
 BAD: list[tuple[str, Any, str, str, str]] = [
     # (key, value, field of the problem if it differs from the key, code, part of the remedy)
     ("offload.ratio", 1.4, "", "out-of-range", LEAST),
@@ -51,13 +52,7 @@ BAD: list[tuple[str, Any, str, str, str]] = [
     ("slurm.account", "a" * 65, "", "invalid-text", "at most 64"),
     ("model.id", "", "", "empty", "hub id"),
     ("model.weights", "random", "model.config", "missing-architecture", "model_type"),
-    (
-        "model",
-        {"config": {"model_type": 3}, "parameters": [{"repeat": 0}]},
-        ".parameters",
-        "invalid-content",
-        "Generate",
-    ),
+    ("model", TABLE, ".parameters", "invalid-content", "Generate"),
 ]
 
 

@@ -49,7 +49,6 @@ TEXTS: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(autouse=True)
 def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the user's presets in ``tmp_path``."""
     monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
 
 
@@ -70,10 +69,6 @@ def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
             find_preset(str(tmp_path / "hostile.toml"))
 
 
-def _loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 @pytest.mark.parametrize(
     ("make", "code"),
     [
@@ -81,7 +76,7 @@ def _loop(path: Path) -> None:
         (link_device, "not-a-file"),
         (make_sparse, "too-large"),
         (Path.mkdir, "not-a-preset"),
-        (_loop, "unreadable"),
+        (lambda path: path.symlink_to(path), "unreadable"),
     ],
 )
 def test_only_regular_files_of_bounded_size_are_read(

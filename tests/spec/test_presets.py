@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,7 @@ PRESETS = {
     name: preset for name, preset in load_catalog().presets.items() if preset.origin == "built-in"
 }
 
-# name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in
-# millions)
+# name -> (published parameters in billions, GPUs, sequence length, ratio)
 PUBLISHED = {
     "gpt-oss-20b": (20.91, 1, 8192, 0.9),
     "qwen3-14b": (14.77, 1, 4096, 0.9),
@@ -34,7 +32,6 @@ def spec_of(name: str) -> RunSpec:
 
 
 def rewritten(path: Path) -> str:
-    """Return what the generator makes of a file."""
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _rewritten
 
@@ -66,22 +63,15 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
     assert not spec.model.trust_remote_code
 
 
-def model_of(name: str) -> tuple[Any, Any]:
-    """Return transformers' configuration of a preset, and its model without memory."""
-    pytest.importorskip("transformers")
-    from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.presets import _model_config
-
-    config = _model_config(spec_of(name).model)
-    return config, meta_model(config)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_shape_and_table_are_those_of_the_model(name: str) -> None:
-    config, built = model_of(name)
-    from so_tui_trainer.tools.presets import parameter_table
+    pytest.importorskip("transformers")
+    from so_tui_trainer.model.weights import meta_model
+    from so_tui_trainer.tools.presets import _model_config, parameter_table
 
-    model, shape = spec_of(name).model, spec_of(name).model.config
+    model = spec_of(name).model
+    config, shape = _model_config(model), model.config
+    built = meta_model(config)
     assert parameter_table(model) == model.parameters
     assert model.parameter_count == sum(parameter.numel() for parameter in built.parameters())
     assert set(model.leaf_modules) <= {type(module).__name__ for module in built.modules()}

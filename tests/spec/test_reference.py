@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from docs.make_presets import PAGE, page
-from so_tui.spec import FieldInfo, RunSpec
+from so_tui.spec import RunSpec
 from so_tui.spec.keys import field_index
 
 
@@ -22,19 +22,6 @@ def test_every_key_of_the_types_is_described() -> None:
     sections = {field.name: field.type for field in msgspec.structs.fields(RunSpec)}
     assert {info.path.split(".")[0] for info in field_index().values()} == set(sections)
     assert all(info.description.endswith(".") for info in field_index().values())
-
-
-def test_bounds_units_and_defaults_come_from_the_types() -> None:
-    assert field_index()["data.sequence_length"] == FieldInfo(
-        path="data.sequence_length",
-        type_name="integer",
-        description="Tokens in a training sequence.",
-        unit="tokens",
-        minimum=16,
-        maximum=1_048_576,
-        default=4096,
-    )
-    assert field_index()["model.id"].required
 
 
 def test_the_spec_loads_nothing_heavy() -> None:

@@ -13,7 +13,7 @@ import pytest
 from so_tui.cli import _call
 from so_tui.commands.parser import build_parser
 from so_tui.launch.slurm import client
-from so_tui.spec import InputError, Refused
+from so_tui.spec import InputError
 
 
 class Called(NamedTuple):
@@ -42,13 +42,6 @@ def problems_of(*argv: str) -> list[tuple[str, str, str]]:
     with pytest.raises(InputError) as caught:
         _call(build_parser().parse_args(argv))
     return [(problem.code, problem.field, problem.value) for problem in caught.value.problems]
-
-
-def refusals_of(*argv: str) -> tuple[str, ...]:
-    """Call a command that must be refused, and return the codes of the refusals."""
-    with pytest.raises(Refused) as caught:
-        _call(build_parser().parse_args(argv))
-    return caught.value.codes
 
 
 def forget_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

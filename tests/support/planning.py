@@ -26,6 +26,12 @@ H200 = x86("NVIDIA H200")
 F = TypeVar("F")
 
 
+def some(found: F | None) -> F:
+    """Return what must be there."""
+    assert found is not None
+    return found
+
+
 def spec_of(name: str, **changes: str) -> RunSpec:
     """Return a preset's spec with changes; ``__`` stands for the dot of a key."""
     return with_values(
@@ -59,14 +65,12 @@ def recommended(name: str, machine: Machine, **changes: str) -> Plan:
 
 def step_of(plan: Plan) -> StepTime:
     """Return the parts of a step, which the plan must have."""
-    assert plan.step is not None
-    return plan.step
+    return some(plan.step)
 
 
 def source_of(plan: Plan) -> SpeedSource:
     """Return what the step of a plan rests on, which it must have."""
-    assert plan.speed_source is not None
-    return plan.speed_source
+    return some(plan.speed_source)
 
 
 def facts_of(found: Iterable[Fact], kind: type[F]) -> list[F]:

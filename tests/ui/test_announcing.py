@@ -17,7 +17,6 @@ from tests.support.screen import opened
 CONTROLS = re.compile(
     r"\x1b\[22;2t|\x1b\[23;2t|\x07|\x1b\]2;[^\x00-\x1f\x7f]*\x1b\\|\x1b\]9;[^\x00-\x1f\x7f;]*\x1b\\"
 )
-"""All that an announcement may send."""
 
 
 @pytest.fixture

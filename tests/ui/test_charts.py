@@ -35,7 +35,6 @@ from tests.support.screen import Driver, opened, rows_of
 
 
 def shown(ui: Driver) -> list[str]:
-    """Return which metrics are drawn; none while a dialog is open."""
     return [chart.id or "" for panel in ui.screen.query(ChartPanel) for chart in panel.charts]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from so_tui.plan.plan import Launch
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
 from so_tui.ui.configure.plan_pane import WhatIf, _figures
-from so_tui.ui.configure.screen import ConfigureScreen, _changes_title
+from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, strips_for
 from so_tui.ui.widgets import FindField
 from tests.support.make_run import plan_for, quad_machine
@@ -97,7 +96,6 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
 
 
 async def save_as(ui: Driver, name: str) -> None:
-    """Enter a name, which ^s asks for."""
     if not ui.screen.query("#said"):
         await ui.press("ctrl+s")
         await ui.until(lambda: ui.screen.query("#said"))
@@ -165,8 +163,6 @@ def row_of(ui: Driver, path: str) -> FieldRow:
 
 
 class Boxes(App[None]):
-    """One box that begins off, and one that begins on."""
-
     def compose(self) -> ComposeResult:
         yield _Tick("no", False, compact=True)
         yield _Tick("yes", True, compact=True)
@@ -320,10 +316,3 @@ def test_a_new_recommendation_keeps_what_was_typed() -> None:
     assert (draft.recommended, draft.changes) == ({"offload.ratio": "0.5"}, ["train.learning_rate"])
     kept = [draft.values[path] for path in ("train.learning_rate", "offload.states")]
     assert kept == ["0.123", "fp32"]
-
-
-def test_the_title_names_the_machine_of_a_recommendation() -> None:
-    draft = opened_with(offload__ratio="0.25")
-    draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
-    for shown in (draft, replace(draft, base=TINY)):  # nothing else was recommended since
-        assert "★ 1 set for gh200-480" in _changes_title(shown).plain

@@ -17,17 +17,7 @@ from textual.geometry import Offset
 from so_tui.commands.follow import _Printer
 from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
-from so_tui.runs import RunDirectory, read_state, write_state
-from so_tui.runs.records import (
-    BindingRecord,
-    Cause,
-    CheckpointRecord,
-    PhaseRecord,
-    RankBindingReport,
-    RankPlacement,
-    Slowdown,
-    State,
-)
+from so_tui.runs import RunDirectory, read_state, records, write_state
 from so_tui.runs.results import AnsweredPrompt, Asked, add_answers
 from so_tui.runs.state import request
 from so_tui.settings_file import load_settings
@@ -146,7 +136,9 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
         await ui.until(lambda: "checkpoint of step 60" in ui.text())
         change_state(run, state="training", detail="")
         await ui.until(lambda: not ui.find("#news", StyledLines).display)
-        saved = CheckpointRecord(attempt=1, time=1e9, step=60, path="/c", bytes=1, seconds=1.0)
+        saved = records.CheckpointRecord(
+            attempt=1, time=1e9, step=60, path="/c", bytes=1, seconds=1.0
+        )
         append_records(run, saved)
         change_state(run, state="finished", saved_step=60)
         await ui.until(lambda: "E exports the model" in ui.text())
@@ -186,23 +178,9 @@ async def test_steps_without_a_loss_are_marked(runs_dir: Path, size: tuple[int, 
         assert 1 <= rows_of(ui.find("#loss", Chart))[-1].count("✗") <= 3
 
 
-async def test_the_log_of_a_run_opened_second_is_followed(runs_dir: Path) -> None:
-    first, second = (write_run(runs_dir, steps=120, preset=name) for name in ("phi-4", "qwen3-14b"))
-    async with opened(runs_dir, open_run=first) as ui:
-        log = ui.find("LogView", LogView)
-        await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
-        log.focus()
-        await ui.press("home")
-        await ui.until(lambda: not log.following)
-        ui.app.open_run(second)
-        await ui.state_shown(second.name)
-        await ui.until(lambda: log.lines and log.max_scroll_y > 0)
-        await ui.until(lambda: log.following and log.scroll_y == log.max_scroll_y)
-
-
 @pytest.mark.parametrize(("state", "key"), [("training", "s Stop"), ("failed", "r Resume")])
 async def test_a_run_whose_folder_is_deleted_offers_nothing(
-    runs_dir: Path, state: State, key: str
+    runs_dir: Path, state: records.State, key: str
 ) -> None:
     run = write_run(runs_dir, steps=30, state=state)
     async with opened(runs_dir, (80, 24), open_run=run, shows=state) as ui:
@@ -264,19 +242,11 @@ def kept(name: str) -> int | None:
 
 
 async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
-    """Pull a line with the mouse by ``x`` and ``y`` cells."""
     begin = ui.screen.query_one(selector).region.offset
     await ui.pilot.mouse_down(offset=begin)
     for part in (1, 2):
         await ui.pilot.hover(offset=begin + Offset(x * part // 2, y * part // 2))
     await ui.pilot.mouse_up(offset=begin + Offset(x, y))
-
-
-async def test_a_wider_terminal_shows_every_gpu(runs_dir: Path) -> None:
-    async with opened(runs_dir, open_run=write_run(runs_dir, steps=60)) as ui:
-        gpus = ui.find("#gpus", StyledLines)
-        await ui.resize(220, 50)
-        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == gpus.size.height == 4)
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
@@ -313,17 +283,17 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         assert kept("run") == rows + 2, "sizes of other screens stay"
 
 
-def loading(at: float, detail: str = "", **more: object) -> PhaseRecord:
+def loading(at: float, detail: str = "", **more: object) -> records.PhaseRecord:
     values = {"attempt": 2, "time": at, "phase": "loading", "detail": detail} | more
-    return PhaseRecord(**values)  # type: ignore[arg-type]
+    return records.PhaseRecord(**values)  # type: ignore[arg-type]
 
 
-def shown(*phases: PhaseRecord, checks_s: float | None = None) -> list[tuple[str, float]]:
+def shown(*phases: records.PhaseRecord, checks_s: float | None = None) -> list[tuple[str, float]]:
     """Return names and begins of the stages of attempt 2, which began at 100 s."""
     return [(stage.name, stage.since) for stage in _stages(phases, 2, 100.0, checks_s)]
 
 
-def timeline(now: float, *phases: PhaseRecord, width: int = 80) -> list[str]:
+def timeline(now: float, *phases: records.PhaseRecord, width: int = 80) -> list[str]:
     return timeline_lines(_stages(phases, 2, 100.0, None), now, width).plain.splitlines()
 
 
@@ -369,20 +339,20 @@ MACHINE = quad_machine()
 PLAN = plan_for(MACHINE, "qwen3-14b", 4, 5000)
 
 
-def placed(binding: RankBinding, **changes: object) -> RankPlacement:
+def placed(binding: RankBinding, **changes: object) -> records.RankPlacement:
     node = binding.numa_node or 0
-    right = RankPlacement(rank=binding.rank, cpus=binding.main_cpus, adam_cpus=binding.adam_cpus)
+    right = records.RankPlacement(
+        rank=binding.rank, cpus=binding.main_cpus, adam_cpus=binding.adam_cpus
+    )
     return replace(right, **({"node_bytes": {node: 80 * GIB}} | changes))
 
 
-def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
-    """Add a newer sample with the placement of ranks."""
+def write_placement(run: RunDirectory, *placement: records.RankPlacement) -> None:
     found = sample(random.Random(1), 1, time.time(), MACHINE, PLAN)
     append_samples(run, MACHINE.hostname, replace(found, placement=placement))
 
 
 async def said(run: RunDirectory, size: tuple[int, int] = (120, 36)) -> list[str]:
-    """Return the lines of the panel, which has something wrong to say."""
     async with opened(run.path.parent, size, open_run=run, shows="training") as ui:
         panel = ui.find("PlacementPanel", PlacementPanel)
         await ui.until(lambda: panel.display and "✗" in str(panel.content))
@@ -415,8 +385,8 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
     found = {"found_cpus": (0,), "found_memory_policy": "default", "memory_policy": "default"}
     bound = {"cpus": (0, 1, 2, 3), "main_cpus": (0,), "adam_cpus": (1, 2, 3)}
     own = {"rank": rank, "host": host, "pid": 1, "gpu": 3, "corrected": False, "problem": problem}
-    report = RankBindingReport(**(own | found | bound))  # type: ignore[arg-type]
-    append_records(run, BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
+    report = records.RankBindingReport(**(own | found | bound))  # type: ignore[arg-type]
+    append_records(run, records.BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
 
 
 async def test_failed_and_foreign_bindings_are_shown(run: RunDirectory) -> None:
@@ -425,17 +395,17 @@ async def test_failed_and_foreign_bindings_are_shown(run: RunDirectory) -> None:
     assert lines[0].startswith("✗ rank 3"), "before the first sample of it"
     assert not unsafe(lines[0])
     write_report(run, 7, "another")
-    foreign = RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,))
+    foreign = records.RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,))
     write_placement(run, *map(placed, PLAN.binding), foreign)
     lines = await said(run)
     assert re.match("✗ rank 7 · GPU 3.*0-3", lines[0])
     assert lines[1].startswith("✓ 4 ranks")
 
 
-FOREIGN = Cause(code="foreign-load", seconds=1.0, measured=0.4, planned=0.0, nice=20)
+FOREIGN = records.Cause(code="foreign-load", seconds=1.0, measured=0.4, planned=0.0, nice=20)
 CAUSES = (
     replace(FOREIGN, processes=("make", HOSTILE)),
-    Cause(code="data", seconds=0.3, measured=0.5, planned=0.01),
+    records.Cause(code="data", seconds=0.3, measured=0.5, planned=0.01),
 )
 
 
@@ -443,7 +413,9 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fine = read_state(run)
-    slow = replace(fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES))
+    slow = replace(
+        fine, slowdown=records.Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES)
+    )
     write_state(run, slow)
     async with opened(run.path.parent, (120, 36), open_run=run) as ui:
         await ui.until(lambda: "slower than planned" in ui.shown("#news"))

@@ -42,7 +42,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def look(ui: Driver, source: str = "") -> DataPreviewScreen:
-    """Press d in Configure, with another data source typed in."""
     await ui.configure()
     if source:
         await ui.edit("data.source", source)

@@ -108,7 +108,6 @@ def check_close(found: Iterable[float], expected: Iterable[float], rel: float) -
 def test_every_record_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    """Whatever a run is made of, and in whatever portions it is read."""
     draw = data.draw
     last = draw(st.sampled_from([1, 10, 49, 50, 51, 200, 700]))
     interval = draw(st.sampled_from([1, 1, 3, 10]))

@@ -9,7 +9,7 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -28,10 +28,10 @@ from so_tui.ui.dashboard.view import View, axis_of
 from so_tui.ui.snapshot import Snapshot
 from tests.support.long_run import FIRST, SEGMENT_STEPS, WANTED, write_long_run
 from tests.support.make_run import STEP_S, quad_machine, write_run
+from tests.support.planning import some
 from tests.support.records import append_records, append_samples, evaluation_record, step_record
 from tests.support.screen import SIZES, opened, rows_of
 
-Found = TypeVar("Found")
 NOW = 1_700_000_000.0
 FEW_ROWS = partial(FollowedSteps, most_rows=2_000)
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
@@ -161,11 +161,6 @@ def long_run(runs_dir: Path) -> RunDirectory:
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     append_records(run, *(step_record(step, loss=float(step)) for step in range(1, 12_001)))
     return run
-
-
-def some(found: Found | None) -> Found:
-    assert found is not None
-    return found
 
 
 def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

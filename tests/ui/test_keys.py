@@ -41,7 +41,6 @@ MULTIPLEXERS = {"ctrl+b", "ctrl+a", "ctrl+enter"}
 
 
 def commands(ui: Driver) -> dict[str, str]:
-    """Return title and help of every command of the palette."""
     return {found.title: found.help for found in ui.app.get_system_commands(ui.screen)}
 
 
@@ -233,6 +232,12 @@ async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
         await ui.until(lambda: not log.lines.following)
         await ui.pilot.click(log.heading, offset=(10, 0))
         await ui.until(lambda: log.lines.following)
+        log.lines.scroll_home(animate=False)
+        await ui.until(lambda: not log.lines.following)
+        ui.app.open_run(other)
+        await ui.state_shown(other.name)
+        await ui.until(lambda: log.lines.following and log.lines.max_scroll_y > 0)
+        await ui.until(lambda: log.lines.scroll_y == log.lines.max_scroll_y)
 
 
 # Keys that arrive all at once act in their order: what is typed for a field reaches it.

@@ -20,22 +20,8 @@ from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 
+from so_tui.ui.charts import drawing
 from so_tui.ui.charts.chart import _arranged, _Figure
-from so_tui.ui.charts.drawing import (
-    _GLYPHS,
-    GUTTER,
-    Mark,
-    Scale,
-    _Canvas,
-    _round_values,
-    _ticks,
-    _time_values,
-    axis_row,
-    cells_in,
-    fit_scale,
-    gutter_text,
-    spans,
-)
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark
 from so_tui.ui.text import GlyphName
@@ -52,23 +38,22 @@ def line_of(values: Iterable[float]) -> tuple[Line, Axis]:
     return Line(series, len(series), steps, steps, "main"), axis
 
 
-def axis_text(axis: Axis, width: int, *marks: Mark) -> str:
-    """Return an axis as text."""
+def axis_text(axis: Axis, width: int, *marks: drawing.Mark) -> str:
     styles = dict.fromkeys(("axis", "label", "mark"), Style())
-    return "".join(segment.text for segment in axis_row(axis, width, [*marks], styles))
+    return "".join(segment.text for segment in drawing.axis_row(axis, width, [*marks], styles))
 
 
 def drawn(
     values: list[float], width: int, height: int, glyphs: GlyphName = "braille", log: bool = False
 ) -> list[str]:
     line, axis = line_of(values)
-    canvas = _Canvas(width, height, _GLYPHS[glyphs])
-    found, gaps = spans(line, axis, canvas.columns)
-    canvas.draw(found, gaps, fit_scale([found], log=log), 0)
+    canvas = drawing._Canvas(width, height, drawing._GLYPHS[glyphs])
+    found, gaps = drawing.spans(line, axis, canvas.columns)
+    canvas.draw(found, gaps, drawing.fit_scale([found], log=log), 0)
     return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
 
 
-@pytest.mark.parametrize("glyphs", _GLYPHS)
+@pytest.mark.parametrize("glyphs", drawing._GLYPHS)
 def test_every_glyph_set_fills_every_column(glyphs: GlyphName) -> None:
     rows = drawn([math.sin(step / 9) for step in range(400)], 13, 3, glyphs)
     assert all(any(row[column] != " " for row in rows) for column in range(13))
@@ -92,19 +77,19 @@ def test_not_a_number_is_a_gap_and_not_a_bridge() -> None:
 
 
 def test_log_scale_gives_equal_ratios_equal_heights() -> None:
-    scale = fit_scale([[(0.001, 1000.0)]], log=True)
+    scale = drawing.fit_scale([[(0.001, 1000.0)]], log=True)
     heights = [scale.height(value, 61) for value in (0.0, 0.001, 0.01, 1.0, 100.0, 1000.0)]
     assert heights == [None, 0, 10, 30, 50, 60]
     assert drawn([1.0, -1.0, 1.0], 6, 2, log=True)
-    assert not fit_scale([[(-2.0, -1.0)]], log=True).log, "nothing to take the logarithm of"
+    assert not drawing.fit_scale([[(-2.0, -1.0)]], log=True).log, "nothing to take the logarithm of"
 
 
 def test_scales_without_spread_or_data_still_have_a_height() -> None:
-    assert fit_scale([[(3.0, 3.0)]]).height(3.0, 9) == 4
-    assert fit_scale([[]]) == Scale(-0.05, 1.05)
-    assert fit_scale([[(2.0, 4.0)]], zero=True).low == 0
+    assert drawing.fit_scale([[(3.0, 3.0)]]).height(3.0, 9) == 4
+    assert drawing.fit_scale([[]]) == drawing.Scale(-0.05, 1.05)
+    assert drawing.fit_scale([[(2.0, 4.0)]], zero=True).low == 0
     for value in (1e-5, 3e-4, 1e5, 1e16):  # such as means of a constant learning rate
-        scale = fit_scale([[(value, math.nextafter(value, math.inf))]], log=True)
+        scale = drawing.fit_scale([[(value, math.nextafter(value, math.inf))]], log=True)
         assert 0 < (scale.height(value, 100) or 0) < 99
 
 
@@ -120,10 +105,10 @@ def test_a_mean_after_a_spike_is_exact() -> None:
 
 
 def test_round_values() -> None:
-    assert _round_values(0, 100, 5) == [0, 25, 50, 75, 100]
-    assert _round_values(0.98, 2.6, 4) == [1.0, 1.5, 2.0, 2.5]
-    assert _time_values(0, 3600, 4) == [0, 1800, 3600]
-    assert _ticks(Scale(0.5, 200, log=True), 6) == [1.0, 10.0, 100.0]
+    assert drawing._round_values(0, 100, 5) == [0, 25, 50, 75, 100]
+    assert drawing._round_values(0.98, 2.6, 4) == [1.0, 1.5, 2.0, 2.5]
+    assert drawing._time_values(0, 3600, 4) == [0, 1800, 3600]
+    assert drawing._ticks(drawing.Scale(0.5, 200, log=True), 6) == [1.0, 10.0, 100.0]
 
 
 def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
@@ -132,7 +117,7 @@ def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
     line, _ = line_of(range(50, 251, 10))
     line = replace(line, steps=None, times=array("d", range(50, 251, 10)))
     # Samples before and after the steps are not squeezed in.
-    assert spans(line, axis, 2)[0] == [(100.0, 140.0), (150.0, 200.0)]
+    assert drawing.spans(line, axis, 2)[0] == [(100.0, 140.0), (150.0, 200.0)]
     steps, times = array("d", [1, 2, 3]), array("d", [100, 110, 130])
     by_time = Axis("time", 105.0, 125.0, 100.0, steps, times, 3)
     assert by_time.in_steps() == (1.0, 3.0)
@@ -142,7 +127,7 @@ def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
 
 def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     axis = Axis("step", 0.0, 1000.0)
-    plain, marked = axis_text(axis, 60), axis_text(axis, 60, Mark(500.0, 0.0, "◆", "mark"))
+    plain, marked = axis_text(axis, 60), axis_text(axis, 60, drawing.Mark(500.0, 0.0, "◆", "mark"))
     assert (len(plain), " 500 " in plain, "◆" in marked, "500" in marked) == (60, True, True, False)
     assert Axis("time", 0, 10_000, 100.0).text(100.0 + 5400) == "1 h 30 m"
     assert axis.text(1240.4) == "1,240"
@@ -154,7 +139,9 @@ def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -
     for deep_s in (0.0, 12 * 86_400.0 + 7000):
         axis = Axis("time", 1e9 + deep_s, 1e9 + deep_s + lasted_s, 1e9)
         for share in (0.5, 0.667, 0.9):
-            row = axis_text(axis, width, Mark(0.0, axis.low + share * lasted_s, "◆", "mark"))
+            row = axis_text(
+                axis, width, drawing.Mark(0.0, axis.low + share * lasted_s, "◆", "mark")
+            )
             assert len(row) == width
             words = [word.strip() for word in re.split("[─◆]+", row)]
             named = [word for word in words if re.search(r"\d [dhms]", word)]
@@ -203,8 +190,8 @@ def test_no_figure_of_a_heading_is_cut(
         for index, (cells, kind) in enumerate(kinds)
     ]
     beside, below = _arranged([("loss", "title")], figures, room, height)
-    assert cells_in([("loss", "title"), *beside]) <= room
-    assert cells_in(below) <= room
+    assert drawing.cells_in([("loss", "title"), *beside]) <= room
+    assert drawing.cells_in(below) <= room
     assert {*beside, *below} <= {figure.pieces[0] for figure in figures}
 
 
@@ -217,19 +204,21 @@ def test_extreme_floats_are_drawn(log: bool, robust: bool, ceiling: float | None
     extremes = (-1.79e308, -1.0, -5e-324, 0.0, *positive)
     for low, high in itertools.combinations_with_replacement(extremes, 2):
         found = [(low, low), (low, high), (high, high)]
-        scale = fit_scale([found], log=log, robust=robust, ceiling=ceiling)
+        scale = drawing.fit_scale([found], log=log, robust=robust, ceiling=ceiling)
         assert scale.low < scale.high
-        canvas = _Canvas(10, 8, _GLYPHS["braille"])
+        canvas = drawing._Canvas(10, 8, drawing._GLYPHS["braille"])
         canvas.draw(found, [], scale, 0)
         heights = [pair for pair in scale.heights(found, canvas.dots) if pair is not None]
         assert log or all(0 <= row < canvas.dots for pair in heights for row in pair)
-        assert all(len(text) == GUTTER for text in gutter_text(scale, 8, significant))
+        assert all(
+            len(text) == drawing.GUTTER for text in drawing.gutter_text(scale, 8, significant)
+        )
 
 
 @pytest.mark.parametrize("top", [0.0011, 450, 4.5e5, 1.2e6, 3e9, 2e20])
 def test_labels_are_the_values_where_they_stand(top: float) -> None:
-    scale = Scale(0.0, top)
-    texts = gutter_text(scale, 30, significant)
+    scale = drawing.Scale(0.0, top)
+    texts = drawing.gutter_text(scale, 30, significant)
     named = {29 - row: text.strip() for row, text in enumerate(texts) if text.strip()}
     assert len(named) >= 4
     assert min(first - second for first, second in itertools.pairwise(named)) > 1, "none touch"

@@ -54,7 +54,6 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
 
 
 async def find(ui: Driver, text: str) -> None:
-    """Type a text into the filter, and go to what it finds."""
     await ui.press("slash")
     await ui.type_text(text)
     await ui.press("enter")

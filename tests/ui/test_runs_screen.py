@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 
 @asynccontextmanager
 async def listed(runs_dir: Path, offers: str = "") -> AsyncIterator[Driver]:
-    """Open the list of runs, and wait until its keys have an offer."""
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: offers in ui.key_line)
@@ -47,7 +46,6 @@ def names(ui: Driver) -> list[str]:
 
 
 def drawn_to(ui: Driver, step: int) -> bool:
-    """Return whether the losses of the chosen run reach to a step."""
     lines = ui.find("#overlay", Chart).lines
     steps = lines[0].steps if lines else None
     return steps is not None and lines[0].length > 0 and steps[lines[0].length - 1] == step

@@ -180,7 +180,6 @@ DEFICIENCIES = {
 
 
 def seen(colour: str, deficiency: str) -> Lab:
-    """Return a colour as it is seen."""
     own, factors = linear(colour), list(map(float, DEFICIENCIES[deficiency].split()))
     light = (min(1.0, max(0.0, sum(map(mul, factors[row : row + 3], own)))) for row in (0, 3, 6))
     encoded = (

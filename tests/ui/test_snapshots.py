@@ -68,7 +68,6 @@ class Walk:
 
 
 def state(name: str, keys: str = "", **more: str) -> Picture:
-    """Return a picture in one size."""
     return Picture(name, keys, sizes=(MEDIUM,), **more)
 
 
@@ -143,8 +142,6 @@ IN_LARGE = ", large"
 
 
 class SvgExtension(SingleFileSnapshotExtension):
-    """One SVG file for each picture."""
-
     file_extension = "svg"
     _write_mode = WriteMode.TEXT
 
@@ -156,7 +153,6 @@ class SvgExtension(SingleFileSnapshotExtension):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with runs, and a folder without any."""
     folder = tmp_path_factory.mktemp("pictures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "UTC")
@@ -174,8 +170,7 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONFIG", "STATE", "DATA", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(HERE / name.lower()))
     monkeypatch.setattr(
-        "so_tui.doctor.findings",
-        lambda machine, **_: pictured.FINDINGS if machine.gpus else (),
+        "so_tui.doctor.findings", lambda machine, **_: pictured.FINDINGS if machine.gpus else ()
     )
     monkeypatch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
     monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", pictured.FixedMonitor)

@@ -59,7 +59,6 @@ def start(runs_dir: Path) -> Starter:
 
 
 def at_loss(ui: Driver) -> object:
-    """Return whether the dashboard shows a run."""
     return ui.app.current_mode == "dashboard" and ui.find("#loss", Chart).lines
 
 

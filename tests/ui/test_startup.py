@@ -47,7 +47,6 @@ def in_a_pty(*command: str, **environment: str) -> tuple[subprocess.Popen[bytes]
 
 
 def first_paint_s(*arguments: str) -> float:
-    """Process time at the first paint."""
     process, controller = in_a_pty(str(SCRIPT), *arguments)
     written = b""
     with process, suppress(OSError):  # how the end of a pty shows itself on Linux

@@ -19,7 +19,6 @@ NUMBERS = [
 
 
 def walk(path: str, text: str, direction: Direction, most: int = 60) -> list[str]:
-    """Return the texts of pressing a stepper until it gives no other, or ``most`` times."""
     found: list[str] = []
     while len(found) < most and (after := next_text(path, text, direction)) is not None:
         found.append(text := after)

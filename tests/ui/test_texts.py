@@ -1,12 +1,10 @@
-"""Numbers, bars, cores and forms as text."""
+"""Plans, names and forms as text."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 import pytest
 from msgspec.structs import replace
@@ -15,64 +13,29 @@ from rich.cells import cell_len
 from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import field_index, find_preset, with_values
-from so_tui.ui import plan_view
-from so_tui.ui.form import (
-    GROUPS,
-    HINTS,
-    LENGTH,
-    _length_of,
-    _with_edit,
-    advanced_paths,
-    hint,
-    values_of,
-)
+from so_tui.ui import form, plan_view
 from so_tui.ui.text import Content, chosen_glyphs, distinct, shorten_path
-from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
-from so_tui.units import disk_size as disk
-from so_tui.units import memory_size as memory
 from tests.support.make_run import plan_for, quad_machine
 from tests.support.python_path import printed
 
 
-@pytest.mark.parametrize(
-    ("write", "texts"),
-    [
-        (thousands, {131072: "131,072"}),
-        (significant, {0.0: "0", 1.4821: "1.48", 431.2: "431", 15999.6: "16,000"}),
-        (significant, {1e-5: "1.0e-5", 0.04271: "0.0427", 3.4e38: "3.4e38", math.nan: "NaN"}),
-        (rate, {31234: "31.2k", 4730: "4.73k", 940: "940"}),
-        (partial(count, decimals=1), {14_768_307_200: "14.8 B", 3_100_000: "3.1 M"}),
-        (memory, {512 << 20: "512 MiB", 117 << 30: "117 GiB", 3 << 29: "1.5 GiB"}),
-        (partial(memory_of, total_bytes=95 << 30), {30 << 30: "30.0 of 95.0 GiB"}),
-        (disk, {207_000_000_000: "207 GB"}),
-        (duration, {0.045: "45 ms", 3.1: "3.10 s", 42.5: "42.5 s", 364: "6 m 04 s"}),
-        (duration, {11_520: "3 h 12 m", 200_000: "2 d 7 h"}),
-        (partial(mark_duration, parts=2), {0: "0", 45: "45 s", 900: "15 m", 5400: "1 h 30 m"}),
-    ],
-)
-def test_numbers_have_units_and_no_noise(
-    write: Callable[[float], str], texts: dict[float, str]
-) -> None:
-    assert [write(value) for value in texts] == list(texts.values())
-
-
 def test_every_setting_is_in_the_form_once() -> None:
-    grouped = [path for _, paths in GROUPS for path in paths]
+    grouped = [path for _, paths in form.GROUPS for path in paths]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) - {LENGTH} <= field_index().keys()
-    assert not set(grouped) & set(advanced_paths())
-    assert "model.attention" in advanced_paths()
-    assert set(HINTS) <= {*field_index(), LENGTH}
-    assert max(map(len, HINTS.values())) <= 20
-    assert hint(field_index()["train.micro_batch"]) == "1 to 4,096"
+    assert set(grouped) - {form.LENGTH} <= field_index().keys()
+    assert not set(grouped) & set(form.advanced_paths())
+    assert "model.attention" in form.advanced_paths()
+    assert set(form.HINTS) <= {*field_index(), form.LENGTH}
+    assert max(map(len, form.HINTS.values())) <= 20
+    assert form.hint(field_index()["train.micro_batch"]) == "1 to 4,096"
 
 
 def edited(preset: str, *changes: tuple[str, str | None]) -> dict[str, str]:
     """Return the edits after changes of fields; None is the preset's own value."""
     edits: dict[str, str] = {}
-    base = values_of(find_preset(preset).spec)
+    base = form.values_of(find_preset(preset).spec)
     for path, value in changes:
-        edits = _with_edit(edits, base, path, base[path] if value is None else value)
+        edits = form._with_edit(edits, base, path, base[path] if value is None else value)
     return edits
 
 
@@ -84,7 +47,7 @@ def test_edits_are_what_differs() -> None:
     assert edits == {"train.tokens": "5000"}
     spec = find_preset("tiny").spec
     assert with_values(spec, edits).train.steps == 0
-    assert _length_of(values_of(spec))[0] == "train.steps"
+    assert form._length_of(form.values_of(spec))[0] == "train.steps"
 
 
 def test_another_data_source_shows_what_it_clears() -> None:

@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from so_tui.machine import inspect_machine
-from so_tui.runs import RunDirectory, alive, read_spec, read_state
+from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import StepRecord
 from tests.support.launching import log, of_kind
 from tests.support.python_path import checkout_path
@@ -29,7 +29,6 @@ from tests.support.waiting import wait_until
 STEPS = 6
 GIVE_UP_S = 300.0
 """How long to wait for something to appear; machines may be busy."""
-LOOK_EVERY_S = 0.1
 KEYS = {"enter": "Enter", "esc": "Escape"}
 """What tmux calls keys that so-tui names otherwise."""
 
@@ -57,7 +56,6 @@ class Terminal:
         self._tmux(*keep, *session, shlex.join(so_tui))
 
     def close(self) -> None:
-        """End the tmux server, what runs in it, and the processes of runs."""
         with suppress(subprocess.CalledProcessError):  # it has ended
             self._tmux("kill-server")
         for state in map(read_state, self.runs()):
@@ -67,7 +65,6 @@ class Terminal:
                         os.kill(process.pid, signal.SIGKILL)
 
     def runs(self) -> list[RunDirectory]:
-        """Return the runs in the folder of the user's home where so-tui puts them."""
         found = self.home.glob("state/so-tui/runs/*")
         return [RunDirectory(path) for path in found if path.is_dir()]
 
@@ -81,11 +78,10 @@ class Terminal:
         return status
 
     def matched(self, pattern: str) -> re.Match[str]:
-        """Wait until a row of the screen matches a regular expression, and return the match."""
         deadline = time.monotonic() + GIVE_UP_S
         while not (found := re.search(pattern, rows := self._tmux("capture-pane", "-p"))):
             assert time.monotonic() < deadline, f"waited for a match of {pattern}\n{rows}"
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(0.1)
         return found
 
     def press(self, key: str, named: str) -> None:
@@ -96,7 +92,6 @@ class Terminal:
         self._tmux("send-keys", KEYS.get(key, key))
 
     def type(self, text: str) -> None:
-        """Type a text in one burst, as a terminal pastes it."""
         self._tmux("send-keys", "-l", text)
 
     def _tmux(self, *arguments: str) -> str:
@@ -118,9 +113,8 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
     assert len(losses) == STEPS, log(run)
     last = float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1])
     assert last == pytest.approx(losses[-1], abs=0.006)
-    state, spec = read_state(run), read_spec(run)
-    assert (state.state, spec.name, spec.model.weights) == ("finished", "tiny", "random")
-    assert {state.step, state.saved_step, state.total_steps, spec.train.steps} == {STEPS}
+    state = read_state(run)
+    assert (state.state, state.saved_step) == ("finished", STEPS)
     return run
 
 
@@ -130,31 +124,27 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
 @pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
 def test_by_keyboard_alone(tmp_path: Path) -> None:
     with closing(Terminal(tmp_path)) as user:
-        walk(user)
-
-
-def walk(user: Terminal) -> None:
-    # The cursor stands on the model that this machine can train.
-    user.press("enter", named="enter Configure")
-    user.matched(r"tiny \(embedded\)   preset tiny")
-    user.press("/", named="/ Find")
-    user.type("train for")
-    user.press("enter", named="enter Go there")
-    user.type(str(STEPS))
-    user.press("esc", named="esc Leave the field")
-    user.press("l", named="l/F5 Launch")
-    user.press("y", named="Launch  y")
-    run = watched_to_its_end(user)
-    user.press("4", named="4 Runs")
-    user.press("E", named="E Export")
-    user.press("enter", named="Export  enter")
-    user.matched("Wrote")
-    (folder,) = user.work.iterdir()
-    assert folder.name == f"{run.name}-model"
-    weights = load_file(folder / "model.safetensors")
-    assert "model.embed_tokens.weight" in weights
-    assert all(weight.isfinite().all() and weight.any() for weight in weights.values())
-    user.press("q", named="q Quit")
-    user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
-    wait_until(user.status, limit_s=GIVE_UP_S)
-    assert user.status() == "0"
+        # The cursor stands on the model that this machine can train.
+        user.press("enter", named="enter Configure")
+        user.matched(r"tiny \(embedded\)   preset tiny")
+        user.press("/", named="/ Find")
+        user.type("train for")
+        user.press("enter", named="enter Go there")
+        user.type(str(STEPS))
+        user.press("esc", named="esc Leave the field")
+        user.press("l", named="l/F5 Launch")
+        user.press("y", named="Launch  y")
+        run = watched_to_its_end(user)
+        user.press("4", named="4 Runs")
+        user.press("E", named="E Export")
+        user.press("enter", named="Export  enter")
+        user.matched("Wrote")
+        (folder,) = user.work.iterdir()
+        assert folder.name == f"{run.name}-model"
+        weights = load_file(folder / "model.safetensors")
+        assert "model.embed_tokens.weight" in weights
+        assert all(weight.isfinite().all() and weight.any() for weight in weights.values())
+        user.press("q", named="q Quit")
+        user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
+        wait_until(user.status, limit_s=GIVE_UP_S)
+        assert user.status() == "0"
