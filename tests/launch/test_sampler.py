@@ -33,7 +33,6 @@ STAT = (
 
 
 def cpu_ticks(pid: int) -> int:
-    """Return what a living process has computed."""
     stat = read_stat(pid)
     assert stat is not None
     return stat.cpu_ticks

@@ -11,6 +11,5 @@ from tests.support.users import SharedMachine, shared_machine
 
 @pytest.fixture
 def machine() -> Iterator[SharedMachine]:
-    """Two users without privileges and a folder that both can write."""
     with shared_machine() as found:
         yield found

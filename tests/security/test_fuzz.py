@@ -60,7 +60,6 @@ def bounded() -> Iterator[None]:
 
 
 def answered(call: Callable[[], object], *refusals: type[Exception]) -> None:
-    """Call something that may refuse its input."""
     with bounded(), contextlib.suppress(SoTuiError, *refusals):
         call()
 
@@ -86,7 +85,6 @@ def harmed(path: Path) -> st.SearchStrategy[bytes]:
 
 
 def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30) -> None:
-    """Use files while one of them is harmed."""
     whole = {path: path.read_bytes() for path in sorted(paths)}
 
     def try_one(change: tuple[Path, bytes]) -> None:

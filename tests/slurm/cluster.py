@@ -63,7 +63,6 @@ class Cluster:
         forget_cluster(monkeypatch)
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
-        """Run a command of Slurm and return what it printed."""
         done = subprocess.run(
             argv, env=self.environ, capture_output=True, text=True, check=False, timeout=timeout_s
         )
@@ -84,7 +83,6 @@ class Cluster:
             )
 
     def start_node(self, node: str) -> None:
-        """Start a node's slurmd, unless it runs."""
         if node not in self._daemons:
             named = f"hostname {node} && exec slurmd -D -N {node}"
             self.start(node, ["unshare", "--uts", "sh", "-c", named])
@@ -129,7 +127,6 @@ class Cluster:
         return self.run("squeue", "--noheader", states, "--format=%i %T")
 
     def wait_ready(self) -> None:
-        """Wait until both nodes take jobs."""
         asked = ("sinfo", "--noheader", "--format=%T %D", "--partition=main")
         _wait_until(lambda: self.run(*asked, check=False).split() == ["idle", str(len(NODES))])
         if self._a_node_failed:
@@ -146,14 +143,12 @@ class Cluster:
         return left
 
     def clear(self) -> None:
-        """Cancel every job and end what is left of jobs."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("scancel", f"--user={os.geteuid()}", check=False, timeout_s=10)
             _wait_until(lambda: not self.jobs(), 15)
         _kill(self.processes())
 
     def stop(self) -> None:
-        """Clear the queue and end the daemons."""
         self.clear()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()

@@ -40,8 +40,6 @@ def unsafe(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class HostileWorld:
-    """Where the texts are."""
-
     run: RunDirectory
     runs_dir: Path
     machine: Machine
@@ -76,7 +74,6 @@ def hostile_world(folder: Path) -> HostileWorld:
 
 
 def hostile_machine() -> Machine:
-    """Return a host whose every text is hostile."""
     plain = quad_machine()
     software = ("python", "torch", "deepspeed", "compiler", "numactl")
     gpu = dict.fromkeys(("name", "pci_bus_id", "compute_mode"), HOSTILE)

@@ -180,7 +180,6 @@ def write_run(
 
 
 def _start(attempt: int, machine: Machine, plan: Plan, began: float) -> list[MetricRecord]:
-    """Return what a run records before its first step."""
     host = machine.hostname
     return [
         PhaseRecord(
@@ -319,7 +318,6 @@ def sample(chance: random.Random, attempt: int, at: float, machine: Machine, pla
 
 
 def _place(rank: RankBinding) -> RankPlacement:
-    """Return a rank that is where it should be."""
     node = rank.numa_node or 0
     return RankPlacement(
         rank=rank.rank,

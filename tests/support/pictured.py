@@ -41,7 +41,6 @@ DATA = msgspec.json.decode((_ANSWERS / "data_preview.json").read_bytes(), type=D
 
 
 def write_runs(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Write every run, each at its time."""
     for name, made in _KNOWN["runs"].items():
         options = {"seconds_of_samples": 60, **made}
         now = NOW - options.pop("ago_s", 5.0)
@@ -82,11 +81,9 @@ class FixedMonitor:
         self._view = host_view(machine)
 
     def poll(self) -> HostView:
-        """Return what is known."""
         return self._view
 
-    def close(self) -> None:
-        """End."""
+    def close(self) -> None: ...
 
 
 def host_view(machine: Machine) -> HostView:
@@ -129,12 +126,10 @@ class FixedModel:
         self._asked: queue.SimpleQueue[Sequence[Prompt]] = queue.SimpleQueue()
 
     def ask(self, prompts: Sequence[Prompt], _: Sampling) -> int:
-        """Ask."""
         self._asked.put(prompts)
         return 1
 
     def events(self) -> Iterator[Event]:
-        """Yield what happens."""
         yield msgspec.convert(_KNOWN["loaded"], Loaded)
         answers = {each.side: each for each in msgspec.convert(_KNOWN["answers"], list[Answer])}
         for prompt in self._asked.get(timeout=60):
@@ -142,8 +137,7 @@ class FixedModel:
             yield Piece(number=1, side=prompt.side, text=answer.text)
             yield answer
 
-    def close(self) -> None:
-        """End."""
+    def close(self) -> None: ...
 
 
 def validation_report() -> Report:

@@ -43,7 +43,6 @@ def quad_gh200(**changes: object) -> Machine:
 
 
 def cpu_machine(**changes: object) -> Machine:
-    """Two cores, one node, no GPU."""
     return replace(x86(cores=2, memory_mib=16 * 1024), **({"software": SOFTWARE} | changes))
 
 

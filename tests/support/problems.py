@@ -11,7 +11,6 @@ from so_tui.spec import InputError, Problem, Refused
 
 
 def codes(caught: pytest.ExceptionInfo[InputError]) -> list[str]:
-    """Return the code of each problem of a caught error."""
     return [problem.code for problem in caught.value.problems]
 
 
@@ -27,7 +26,6 @@ def refusal(call: Callable[[], object]) -> Problem:
 
 @contextmanager
 def coded(kind: type[Exception], code: str, match: str | None = None) -> Iterator[None]:
-    """Expect an error of a kind with a code."""
     with pytest.raises(kind, match=match) as caught:
         yield
     assert getattr(caught.value, "code", None) == code

@@ -45,7 +45,6 @@ def start(
     port: int | None = None,
     accelerator: str = "cpu",
 ) -> Ranks:
-    """Start a script once per rank."""
     shared = environment(ranks, port=port or free_port(), accelerator=accelerator)
     return [
         subprocess.Popen(

@@ -9,7 +9,6 @@ from so_tui.runs.records import EvaluationRecord, MetricRecord, Sample, StepReco
 
 
 def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) -> None:
-    """Write records of a run."""
     writer = MetricsWriter(run, attempt)
     for record in records:
         writer.append(record)
@@ -17,7 +16,6 @@ def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) 
 
 
 def append_samples(run: RunDirectory, host: str, *samples: Sample) -> None:
-    """Write samples of a host."""
     writer = SampleWriter(run, host)
     for sample in samples:
         writer.append(sample)
@@ -25,7 +23,6 @@ def append_samples(run: RunDirectory, host: str, *samples: Sample) -> None:
 
 
 def change_state(run: RunDirectory, **changes: object) -> None:
-    """Replace values of the state of a run."""
     write_state(run, replace(read_state(run), **changes))
 
 
@@ -58,5 +55,4 @@ def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: obj
 
 
 def evaluation_record(step: int, loss: float) -> EvaluationRecord:
-    """Return the record of an evaluation after a step."""
     return EvaluationRecord(attempt=1, time=1e9 + step, step=step, loss=loss, tokens=1000)

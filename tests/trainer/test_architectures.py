@@ -90,7 +90,6 @@ def each_alone(causal: Any, batches: Batches, rows: int, weight: float) -> Train
 
 
 def stepped(causal: PreTrainedModel, loss: Tensor) -> Trained:
-    """Return a loss and its gradients."""
     causal.zero_grad()
     torch.autograd.backward(loss)
     return loss.item(), gradients_of(causal)

@@ -35,7 +35,6 @@ def rows_file(
 
 
 def folders_of(folder: Path, *specs: RunSpec) -> set[Path]:
-    """Return the entries that these specs have in one cache."""
     return {prepare(spec, folder / "cache") for spec in specs}
 
 

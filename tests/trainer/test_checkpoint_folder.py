@@ -138,7 +138,6 @@ def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> N
 
 
 def damage(path: Path, **values: Any) -> None:
-    """Replace values of a JSON file."""
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | values))
 
 

@@ -152,7 +152,6 @@ NAMES = {
 
 
 def whole_of(kind: str, folder: Path, **config: object) -> Any:
-    """Save a multimodal model with random weights."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     model = factory.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
