@@ -136,16 +136,10 @@ def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
 
 
-def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the run ended is concluded later, perhaps that this GPU was lost."""
-    imitate_nvml(monkeypatch, nvmlInit=None)
-    sampler = sampling.GpuSampler(superchips(1).gpus)
-    assert sampler.sample() == ()
-    sampler.close()
-
-
 def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not support stays unknown."""
+    """What it does not support stays unknown. A driver that fails at the end is let go: how the run
+    ended is concluded later, perhaps that this GPU was lost.
+    """
     ok, mib = SimpleNamespace, 1 << 20
     powers = [(0, 700_000), (3, 0)]
     imitate_nvml(
@@ -164,7 +158,6 @@ def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlGpmSampleFree=None,
         c_nvmlGpmMetricsGet_t=ok(metrics=[ok(value=2.0, nvmlReturn=0) for _ in range(4)]),
         nvmlGpmMetricsGet="done",
-        nvmlShutdown=None,
     )
     sampler = sampling.GpuSampler(superchips(1).gpus)
     known = GpuSample(

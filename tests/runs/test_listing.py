@@ -33,9 +33,8 @@ from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.files import is_shared
 from tests.support.hostile_files import full_disk
-from tests.support.named_runs import named_run
 from tests.support.problems import refusal, rejected
-from tests.support.records import change_state
+from tests.support.records import change_state, named_run
 
 
 @pytest.mark.parametrize("failure", [errno.ESTALE, errno.EIO, errno.EACCES])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -21,10 +20,6 @@ def full_disk(largest_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
 
 
 def link_device(path: Path) -> None:

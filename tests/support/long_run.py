@@ -50,10 +50,8 @@ def write_long_run(run: RunDirectory, count: int) -> int:
 
 def moved_lines(content: bytes, steps: int) -> bytes:
     """Return the lines of step records with their steps and times moved on."""
-    content = re.sub(
-        rb'"step":(\d+)', lambda found: b'"step":%d' % (int(found[1]) + steps), content
-    )
-    return re.sub(rb'"time":(\d+)', lambda found: b'"time":%d' % (int(found[1]) + steps), content)
+    moved = lambda found: b'"%s":%d' % (found[1], int(found[2]) + steps)  # noqa: E731
+    return re.sub(rb'"(step|time)":(\d+)', moved, content)
 
 
 def read_on(

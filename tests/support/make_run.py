@@ -36,7 +36,6 @@ from so_tui.spec import find_preset, with_values
 from so_tui.units import GIB
 from tests.support import records
 from tests.support.machines import superchips
-from tests.support.named_runs import named_run
 from tests.support.plans import SOFTWARE
 
 STEP_S = 3.1
@@ -123,7 +122,7 @@ def write_run(
     chance = random.Random(seed)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
-    run = named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
+    run = records.named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
     attempt = new_attempt(run)
     now = time.time() if now is None else now
     began = now - steps * STEP_S - 42

@@ -78,26 +78,22 @@ class FixedMonitor:
     """Stands in for the monitor of this host: the same minutes, whenever it is asked."""
 
     def __init__(self, machine: Machine) -> None:
-        self._view = host_view(machine)
+        chance = random.Random(5)
+        plan = plan_for(machine, "qwen3-14b", len(machine.gpus), 5000)
+        store = LoadStore()
+        store.want((*samples_of(HARDWARE), CORES, *MEMORY))
+        times = [NOW - second for second in range(int(WINDOW_S), -1, -10)]
+        for at in times:
+            store.append("", newest := sample(chance, 0, at, machine, plan))
+        cpus = {node.id: node.cpus for node in machine.numa_nodes}
+        axis = Axis("time", times[0], times[-1], times[0])
+        view = store.view({"": newest}, cpus)
+        self._view = HostView(view, tuple(_processes(machine)), axis)
 
     def poll(self) -> HostView:
         return self._view
 
     def close(self) -> None: ...
-
-
-def host_view(machine: Machine) -> HostView:
-    """Return what four superchips did in the last ten minutes."""
-    chance = random.Random(5)
-    plan = plan_for(machine, "qwen3-14b", len(machine.gpus), 5000)
-    store = LoadStore()
-    store.want((*samples_of(HARDWARE), CORES, *MEMORY))
-    times = [NOW - second for second in range(int(WINDOW_S), -1, -10)]
-    for at in times:
-        store.append("", newest := sample(chance, 0, at, machine, plan))
-    cpus = {node.id: node.cpus for node in machine.numa_nodes}
-    axis = Axis("time", times[0], times[-1], times[0])
-    return HostView(store.view({"": newest}, cpus), tuple(_processes(machine)), axis)
 
 
 def _processes(machine: Machine) -> Iterator[HostProcess]:

@@ -25,8 +25,8 @@ from so_tui_trainer.checkpoint_folder import _verify, claim, newest, set_all_asi
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
-from tests.support.named_runs import named_run
 from tests.support.problems import coded
+from tests.support.records import named_run
 
 
 def spec_in(folder: Path, keep: int = 2) -> RunSpec:
