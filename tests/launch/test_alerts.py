@@ -229,7 +229,7 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
 def test_only_own_settings_set_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the user's own file has alerts and tokens, and only while it is private."""
+    """Only the user's own file has alerts, and only while it is private."""
     planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nfolder = '/tmp'\n"
     preset = tmp_path / "p.toml"
     preset.write_text(f"extends = 'tiny'\n{planted}")

@@ -100,16 +100,8 @@ def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30)
 
 
 def test_any_file_of_a_run(tmp_path: Path) -> None:
-    """Return a run of a hundred steps with every kind of file."""
-    run = write_run(
-        tmp_path / "runs",
-        gpus=4,
-        steps=100,
-        total=100,
-        state="failed",
-        seconds_of_samples=60,
-        name="fuzzed",
-    )
+    sizes = {"steps": 100, "total": 100, "seconds_of_samples": 60}
+    run = write_run(tmp_path / "runs", state="failed", name="fuzzed", **sizes)
     for action in state.ACTIONS:
         state.request(run, action, reason="x")
     commands = ("runs", "runs --json", "watch fuzzed --plain", "logs fuzzed")

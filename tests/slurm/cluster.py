@@ -103,7 +103,9 @@ class Cluster:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = set((folder / "environ").read_bytes().split(b"\0"))
-                if wanted <= variables and any(map(_names_a_job, variables)):
+                if wanted <= variables and any(
+                    each.startswith(b"SLURM_JOB_ID=") for each in variables
+                ):
                     found.append(int(folder.name))
         return tuple(found)
 
@@ -181,10 +183,6 @@ class Cluster:
         _wait_until(lambda: "simulated" in self.run(*add, "cluster", "simulated", check=False))
         self.run(*add, "account", ACCOUNT, "cluster=simulated")
         self.run(*add, "user", "root", f"account={ACCOUNT}", check=False)
-
-
-def _names_a_job(variable: bytes) -> bool:
-    return variable.startswith(b"SLURM_JOB_ID=")
 
 
 def _kill(pids: Sequence[int]) -> None:

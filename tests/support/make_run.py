@@ -6,6 +6,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -211,19 +212,11 @@ def _start(attempt: int, machine: Machine, plan: Plan, began: float) -> list[Met
 
 
 def _report(rank: RankBinding, host: str) -> RankBindingReport:
-    return RankBindingReport(
-        rank=rank.rank,
-        host=host,
-        pid=4000 + rank.rank,
-        gpu=rank.gpu,
-        found_cpus=rank.cpus,
-        cpus=rank.cpus,
-        main_cpus=rank.main_cpus,
-        adam_cpus=rank.adam_cpus,
-        found_memory_policy="bind",
-        memory_policy="bind",
-        corrected=False,
-    )
+    values: dict[str, Any] = dict.fromkeys(("found_memory_policy", "memory_policy"), "bind")
+    for name in ("rank", "gpu", "cpus", "main_cpus", "adam_cpus"):
+        values[name] = getattr(rank, name)
+    pid = 4000 + rank.rank
+    return RankBindingReport(**values, host=host, pid=pid, found_cpus=rank.cpus, corrected=False)
 
 
 def _loss(step: int) -> float:

@@ -39,12 +39,6 @@ def built(config: dict[str, Any]) -> PreTrainedModel:
     return causal
 
 
-def mixture(name: str) -> PreTrainedModel:
-    full = load_catalog().presets[name].spec.model.config
-    left_out = ("rope_scaling", "rope_parameters", "layer_types")
-    return built({key: SMALL.get(key, full[key]) for key in full if key not in left_out})
-
-
 REFERENCE: Any = load_balancing_loss_func
 """transformers', whose annotation allows one layer only."""
 
@@ -52,7 +46,9 @@ REFERENCE: Any = load_balancing_loss_func
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Policy) -> None:
-    causal = mixture(name)
+    full = load_catalog().presets[name].spec.model.config
+    left_out = ("rope_scaling", "rope_parameters", "layer_types")
+    causal = built({key: SMALL.get(key, full[key]) for key in full if key not in left_out})
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="100"), 0)
     batch = next(batches.micro_batches(1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from so_tui.trust.files import (
     read_bounded,
     umask_of,
 )
+from tests.support.python_path import printed
 
 
 def test_only_a_file_of_ones_own_is_trusted(tmp_path: Path) -> None:
@@ -97,15 +96,8 @@ def test_replaced_file_is_read_again(tmp_path: Path) -> None:
     path.write_text("{}")
     path.chmod(0o600)
     faults.replace_while_read(str(path))
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(path)],
-        env=os.environ | faults.environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == "{b'{}'}\n"
+    read = printed("-c", READ, str(path), env=os.environ | faults.environment())
+    assert read == "{b'{}'}\n"
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
