@@ -10,18 +10,8 @@ from so_tui.runs.segments import segments
 from so_tui.ui.charts.series import FollowedSteps, Wanted
 from tests.support.records import step_record
 
-WANTED = Wanted(
-    (
-        "loss",
-        "useful_tokens_per_s_total",
-        "model_tflops_per_gpu",
-        "mfu",
-        "gradient_norm",
-        "learning_rate",
-        "step_s",
-    ),
-    ("loss", "gradient_norm"),
-)
+_RATES = ("useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "step_s")
+WANTED = Wanted(("loss", "gradient_norm", "learning_rate", *_RATES), ("loss", "gradient_norm"))
 """What pages of charts need."""
 SEGMENT_STEPS = 5000
 FIRST = 1_000_001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
@@ -22,6 +23,15 @@ def refusal(call: Callable[[], object]) -> Problem:
     assert problem.code
     assert problem.remedy
     return problem
+
+
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    """Return a function that raises an error, however it is called."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @contextmanager

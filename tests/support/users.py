@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,8 @@ class SharedMachine:
     """Everyone may create files here, and only their owner may remove them (mode 1777)."""
 
 
-@contextmanager
-def shared_machine() -> Iterator[SharedMachine]:
+@pytest.fixture
+def machine() -> Iterator[SharedMachine]:
     """Yield two users with empty homes, whose traces and processes go. Skips unless root."""
     if os.geteuid() != 0:
         pytest.skip("only root can run processes of other users")
