@@ -25,10 +25,12 @@ def refusal(call: Callable[[], object]) -> Problem:
     return problem
 
 
-def raising(error: Exception) -> Callable[..., NoReturn]:
-    """Return a function that raises an error, however it is called."""
+def raising(error: Exception, asked: list[object] | None = None) -> Callable[..., NoReturn]:
+    """Return a function that raises an error, and notes first what it was asked."""
 
-    def fail(*_: object, **__: object) -> NoReturn:
+    def fail(*given: object, **_: object) -> NoReturn:
+        if asked is not None:
+            asked.append(given)
         raise error
 
     return fail
