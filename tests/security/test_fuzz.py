@@ -199,7 +199,7 @@ def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30)
 
 
 def test_any_file_of_a_run(tmp_path: Path) -> None:
-    sizes = {"steps": 100, "total": 100, "seconds_of_samples": 60}
+    sizes: dict[str, Any] = {"steps": 100, "total": 100, "seconds_of_samples": 60}
     run = write_run(tmp_path / "runs", state="failed", name="fuzzed", **sizes)
     for action in state.ACTIONS:
         state.request(run, action, reason="x")
