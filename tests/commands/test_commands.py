@@ -22,8 +22,7 @@ from tests.support.commands import Call, in_a_process, problems_of
 from tests.support.hostile import IN_A_NAME, unsafe
 from tests.support.machines import machine_json, superchips
 from tests.support.make_run import write_run
-from tests.support.named_runs import named_run
-from tests.support.records import change_state, step_record
+from tests.support.records import change_state, named_run, step_record
 
 
 @pytest.mark.parametrize("width", [80, 160])

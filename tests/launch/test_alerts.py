@@ -26,6 +26,7 @@ from so_tui.settings import ALERTS, AlertSettings
 from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, find_preset
 from tests.support.fake_runs import Runs, ended, wait_for
+from tests.support.problems import raising
 from tests.support.records import step_record
 from tests.support.waiting import running, wait_until
 
@@ -175,13 +176,10 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
 def test_an_error_of_one_command_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise ChildProcessError
-
     commands = AlertCommand()
     ask(commands, "true")
     with monkeypatch.context() as patch:
-        patch.setattr("os.waitid", fail)
+        patch.setattr("os.waitid", raising(ChildProcessError()))
         with pytest.raises(ChildProcessError):
             commands.tick()
     ask(commands, "touch", str(tmp_path / "ran"))
@@ -211,11 +209,8 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such as one that runs as another user. The kernel's refusal is imitated."""
-
-    def refuse(group: int, signum: int) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "killpg", refuse)
+    refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(os, "killpg", raising(refused))
     runner, told = AlertCommand(), tmp_path / "told"
     first = ask(runner, "sleep", "20", timeout_s=0.1)
     assert first is not None
@@ -233,7 +228,7 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
 def test_only_own_settings_set_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the user's own file has alerts and tokens, and only while it is private."""
+    """Only the user's own file has alerts, and only while it is private."""
     planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nfolder = '/tmp'\n"
     preset = tmp_path / "p.toml"
     preset.write_text(f"extends = 'tiny'\n{planted}")

@@ -21,17 +21,9 @@ QUAD = quad_gh200()
 LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD)
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        QUAD,
-        replace(QUAD, gpus=QUAD.gpus[:2]),
-        replace(QUAD, numa_nodes=QUAD.numa_nodes[:2]),
-        replace(QUAD, software=replace(QUAD.software, torch="1.0")),
-    ],
-)
-def test_the_planned_host_is_accepted(host: Machine) -> None:
-    host_check.refuse_different_host(LAUNCH, host)
+def test_a_host_with_what_was_planned_is_accepted() -> None:
+    least = replace(QUAD, gpus=QUAD.gpus[:2], numa_nodes=QUAD.numa_nodes[:2])
+    host_check.refuse_different_host(LAUNCH, least)
 
 
 @pytest.mark.parametrize(

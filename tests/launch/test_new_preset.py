@@ -54,7 +54,6 @@ def folder(tmp_path: Path, name: str, **config: Any) -> Path:
 
 
 def described(model: Path) -> Any:
-    """Describe a model in this process."""
     from so_tui_trainer.tools.describe_model import describe
 
     return list(describe({"model": str(model)}))[-1]

@@ -27,7 +27,6 @@ GRACE = {
 
 
 def tree(folder: Path, files: dict[str, str] = GRACE, options: str = "rw,relatime") -> SystemFiles:
-    """Write a copy of a resctrl tree."""
     everything = {f"/sys/fs/resctrl/{name}": f"{text}\n" for name, text in files.items()}
     everything["/proc/mounts"] = f"resctrl /sys/fs/resctrl resctrl {options} 0 0\n"
     return SystemFiles(build_files(everything, folder))

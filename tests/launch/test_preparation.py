@@ -23,7 +23,6 @@ from so_tui.plan.planner import make_plan
 from so_tui.spec import Refused, RunSpec, find_preset, with_values
 from so_tui.spec.presets import as_published
 from so_tui.spec.run_spec import DataSpec, Mode, ModelSpec, OffloadSpec, TrainSpec
-from superoffload.ds_config import engine_config, overrides
 from tests.support.launching import prepared_run
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refused
@@ -252,17 +251,6 @@ def test_superoffload_with_our_engine() -> None:
     }
     json.dumps(config)
     assert "data_types" not in _published_config(plan_of(spec_of()))
-
-
-def test_file_names_what_our_engine_overrides() -> None:
-    config = ds_config(plan_of(spec_of(offload=OffloadSpec(ratio=0.7))))
-    found = {override.key: (override.given, override.used) for override in overrides(config)}
-    assert found["zero_optimization.offload_optimizer.ratio"] == (0.7, 1.0)
-    assert config["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0, "what DeepSpeed reads"
-    assert engine_config(config) == config, "the trainer has nothing left to change"
-    assert all(override.reason for override in overrides(config))
-    assert overrides(ds_config(plan_of(spec_of(offload=OffloadSpec(engine="deepspeed"))))) == ()
-    assert overrides(ds_config(plan_of(spec_of(), mode="gpu"))) == ()
 
 
 def test_deepspeeds_own_engine_reads_the_users_values() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.planner_fit import load_peak_bytes
 from so_tui.cli import main
 from so_tui.launch import probe as probing
 from so_tui.machine.types import Machine
@@ -18,7 +17,7 @@ from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.workload import Workload
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import MetricRecord, PhaseRecord, RunState, Sample
+from so_tui.runs.records import RunState
 from so_tui.spec import find_preset, with_values
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data import tokens
@@ -48,14 +47,11 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
     )
 
 
-def ran(*records: MetricRecord) -> probing._Ran:
-    finished = RunState(name="run", state="finished")
-    return probing._Ran(RunDirectory(Path("run")), finished, [*records], [])
-
-
 def six_steps(kept: Sequence[int] = (0,) * 6) -> probing._Ran:
     """Return six steps, with how many the engine had kept so far."""
-    return ran(*(step_record(number, kept_steps=so_far) for number, so_far in enumerate(kept, 1)))
+    steps = [step_record(number, kept_steps=so_far) for number, so_far in enumerate(kept, 1)]
+    finished = RunState(name="run", state="finished")
+    return probing._Ran(RunDirectory(Path("run")), finished, [*steps], [])
 
 
 @pytest.mark.parametrize(
@@ -89,21 +85,6 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     found = probing._workload_of([step_record(3, model_tflops_per_gpu=tflops, **counts)], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
-
-
-def test_the_loads_peak_ends_where_training_begins() -> None:
-    """However late the first step is written down: what that step takes is no part of the load."""
-    records = (
-        PhaseRecord(attempt=1, time=1e9, phase="loading"),
-        PhaseRecord(attempt=1, time=1e9 + 10, phase="training"),
-        step_record(1, time=1e9 + 15, step_s=2.0),  # it ended three seconds before
-    )
-    sample = Sample(attempt=1, time=1e9, interval_s=1.0, nodes=(), gpus=(), run_cpu_s=0.0)
-    samples = [
-        replace(sample, time=1e9 + second, run_memory_peak_bytes=peak_gb * 10**9)
-        for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12))
-    ]
-    assert load_peak_bytes(records, samples) == 7 * 10**9
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:

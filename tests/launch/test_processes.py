@@ -101,9 +101,8 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with started("sleep", "60", run=tmp_path, run_id="one") as process:
         wait_for_environment(process.pid)
-        assert processes.OwnProcesses().carry(processes.markers(run)), (
-            "a run of an older version has no id"
-        )
+        # A run of an older version has no id.
+        assert processes.OwnProcesses().carry(processes.markers(run))
         write_manifest(run)
         manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):

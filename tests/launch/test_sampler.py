@@ -33,7 +33,6 @@ STAT = (
 
 
 def cpu_ticks(pid: int) -> int:
-    """Return what a living process has computed."""
     stat = read_stat(pid)
     assert stat is not None
     return stat.cpu_ticks
@@ -125,8 +124,28 @@ def test_reasons_for_throttling() -> None:
     assert list(map(sampling._throttling, reasons)) == named
 
 
-def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Have NVML answer these calls, and support no other."""
+def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not support stays unknown. A driver that fails at the end is let go: how the run
+    ended is concluded later, perhaps that this GPU was lost.
+    """
+    ok, mib = SimpleNamespace, 1 << 20
+    powers = [(0, 700_000), (3, 0)]
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByPciBusId": "gpu",
+        "nvmlDeviceGetMemoryInfo": ok(used=40 << 30, total=96 << 30),
+        "nvmlDeviceGetUtilizationRates": ok(gpu=97),
+        "nvmlDeviceGetPowerUsage": 431_000,
+        "nvmlDeviceGetFieldValues": [ok(nvmlReturn=r, value=ok(uiVal=mw)) for r, mw in powers],
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
+        "nvmlDeviceGetComputeRunningProcesses": [ok(pid=7, usedGpuMemory=None)],
+        "nvmlGpmQueryDeviceSupport": ok(isSupportedDevice=1),
+        "nvmlGpmSampleAlloc": "reading",
+        "nvmlGpmSampleGet": "reading",
+        "nvmlGpmSampleFree": None,
+        "c_nvmlGpmMetricsGet_t": ok(metrics=[ok(value=2.0, nvmlReturn=0) for _ in range(4)]),
+        "nvmlGpmMetricsGet": "done",
+    }
 
     def unsupported(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -135,38 +154,6 @@ def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         monkeypatch.setattr(pynvml, name, unsupported)
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
-
-
-def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the run ended is concluded later, perhaps that this GPU was lost."""
-    imitate_nvml(monkeypatch, nvmlInit=None)
-    sampler = sampling.GpuSampler(superchips(1).gpus)
-    assert sampler.sample() == ()
-    sampler.close()
-
-
-def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not support stays unknown."""
-    ok, mib = SimpleNamespace, 1 << 20
-    powers = [(0, 700_000), (3, 0)]
-    imitate_nvml(
-        monkeypatch,
-        nvmlInit=None,
-        nvmlDeviceGetHandleByPciBusId="gpu",
-        nvmlDeviceGetMemoryInfo=ok(used=40 << 30, total=96 << 30),
-        nvmlDeviceGetUtilizationRates=ok(gpu=97),
-        nvmlDeviceGetPowerUsage=431_000,
-        nvmlDeviceGetFieldValues=[ok(nvmlReturn=r, value=ok(uiVal=mw)) for r, mw in powers],
-        nvmlDeviceGetCurrentClocksEventReasons=0x4,
-        nvmlDeviceGetComputeRunningProcesses=[ok(pid=7, usedGpuMemory=None)],
-        nvmlGpmQueryDeviceSupport=ok(isSupportedDevice=1),
-        nvmlGpmSampleAlloc="reading",
-        nvmlGpmSampleGet="reading",
-        nvmlGpmSampleFree=None,
-        c_nvmlGpmMetricsGet_t=ok(metrics=[ok(value=2.0, nvmlReturn=0) for _ in range(4)]),
-        nvmlGpmMetricsGet="done",
-        nvmlShutdown=None,
-    )
     sampler = sampling.GpuSampler(superchips(1).gpus)
     known = GpuSample(
         index=0,

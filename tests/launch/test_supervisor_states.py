@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,7 +39,7 @@ from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, NotOwnError
 from tests.support.launching import prepared_run
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
-from tests.support.problems import refused, rejected
+from tests.support.problems import raising, refused, rejected
 from tests.support.records import append_records, step_record
 from tests.support.waiting import running, wait_until
 
@@ -63,17 +63,6 @@ def training(run: RunDirectory, **values: Any) -> RunState:
     return replace(read_state(run), state="training", attempt=1, **values)
 
 
-def failing(error: Exception, asked: list[object] | None = None) -> Callable[..., NoReturn]:
-    """Return a function that fails, and notes what it was asked first."""
-
-    def fail(*arguments: object) -> NoReturn:
-        if asked is not None:
-            asked.append(arguments)
-        raise error
-
-    return fail
-
-
 def followed_by(
     monkeypatch: pytest.MonkeyPatch, *looks: bool, at_each: Callable[[bool], object] = bool
 ) -> None:
@@ -90,7 +79,7 @@ def followed_by(
 
 
 def test_uninspectable_machine_fails(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
+    monkeypatch.setattr(host, "inspect_machine", raising(NO_CPUS))
     assert supervisor_of(run).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
@@ -171,7 +160,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(remedies, "memory_advice", failing(ZeroDivisionError(), asked))
+    monkeypatch.setattr(remedies, "memory_advice", raising(ZeroDivisionError(), asked))
     assert supervisor_of(run)._finish(replace(RANK_LOST, code=code)) == 1
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)
@@ -193,7 +182,7 @@ def test_takeover_tells_what_is_new(run: RunDirectory, monkeypatch: pytest.Monke
 def test_a_supervisor_without_the_locks_watches_what_lives(
     error: Exception, run: RunDirectory, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_check, "take_gpus", failing(error))
+    monkeypatch.setattr(host_check, "take_gpus", raising(error))
     gpu = Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")
     monkeypatch.setattr(host, "chosen_gpus", lambda *_: [gpu])
     marks = {"SO_TUI_RUN": str(run.path), "SO_TUI_ATTEMPT": "1", "SO_TUI_RUN_ID": run_id(run)}
@@ -215,7 +204,7 @@ def test_a_file_system_that_is_away_ends_no_supervision(
     seen: list[bool] = []
     monkeypatch.setattr(host, "TICK_S", 0.0)
     followed_by(monkeypatch, True, True, False, at_each=seen.append)
-    monkeypatch.setattr(*what, failing(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), asked))
+    monkeypatch.setattr(*what, raising(OSError(errno.ESTALE, os.strerror(errno.ESTALE)), asked))
     assert supervisor_of(run).watch() == 1
     assert (read_state(run).state, len(seen)) == ("failed", 3)
     assert asked
@@ -229,7 +218,7 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     seen: list[RunState] = []
     followed_by(monkeypatch, True, False, at_each=lambda _: seen.append(read_state(run)))
     for module in ("launch.supervisor.run", "runs.state"):
-        monkeypatch.setattr(f"so_tui.{module}.write_state", failing(FULL))
+        monkeypatch.setattr(f"so_tui.{module}.write_state", raising(FULL))
     assert supervisor_of(run).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")
     assert read_state(run).code == OutcomeCode.DISK_FULL
@@ -307,7 +296,7 @@ def test_run_goes_on_before_its_command_ends(
 
     monkeypatch.setattr(run_module, "write_state_even_if_full", slow)
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
-    monkeypatch.setattr(host, "inspect_machine", failing(NO_CPUS))
+    monkeypatch.setattr(host, "inspect_machine", raising(NO_CPUS))
     monkeypatch.setattr(run_module, "become_subreaper", lambda: None)
 
     def ended() -> None:
@@ -320,7 +309,7 @@ def test_run_goes_on_before_its_command_ends(
         assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
         return
     continued.touch()
-    monkeypatch.setattr(RunLock, "release", failing(OSError(errno.EIO, "is away")))
+    monkeypatch.setattr(RunLock, "release", raising(OSError(errno.EIO, "is away")))
     with pytest.raises(OSError, match="is away"):
         supervise(run, 1)
     assert told.exists()

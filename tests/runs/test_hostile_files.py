@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from so_tui.runs.liveness import concluded
 from so_tui.runs.records import OutcomeCode, RunState, decode_metric, decode_sample
 from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
-from tests.support.hostile_files import link_device, make_pipe, make_sparse
+from tests.support.hostile_files import link_device, make_sparse
 from tests.support.problems import rejected
 from tests.support.records import append_records, step_record
 from tests.support.waiting import LIMIT_S
@@ -43,7 +44,7 @@ def test_a_hostile_record_is_skipped(line: bytes) -> None:
     assert decode_sample(line) is None
 
 
-@pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
+@pytest.mark.parametrize("make", [os.mkfifo, link_device, make_sparse])
 def test_hostile_file_holds_up_no_reader(make: Callable[[Path], None], run: RunDirectory) -> None:
     append_records(run, *map(step_record, range(1, 201)))
     make(run.metrics_dir / "000002.jsonl")

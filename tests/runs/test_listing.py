@@ -33,9 +33,8 @@ from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.files import is_shared
 from tests.support.hostile_files import full_disk
-from tests.support.named_runs import named_run
-from tests.support.problems import refusal, rejected
-from tests.support.records import change_state
+from tests.support.problems import raising, refusal, rejected
+from tests.support.records import change_state, named_run
 
 
 @pytest.mark.parametrize("failure", [errno.ESTALE, errno.EIO, errno.EACCES])
@@ -166,12 +165,8 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
 
 def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this says where the checkpoints of an unlisted run still take up space."""
-    run = create_run(spec)
-
-    def held(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "states")
-
-    monkeypatch.setattr("shutil.rmtree", held)
+    run, held = create_run(spec), OSError(errno.EBUSY, os.strerror(errno.EBUSY), "states")
+    monkeypatch.setattr("shutil.rmtree", raising(held))
     with rejected("not-deletable") as caught:
         delete_run(run)
     assert Path(caught.value.problems[0].value).is_dir()

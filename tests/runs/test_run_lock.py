@@ -21,6 +21,7 @@ from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import OLD_S, STALE_S, HostIdentity, identify, this_host
 from so_tui.runs.lock import _Owner, run_lock
 from so_tui.runs.records import Process
+from tests.support.problems import raising
 
 TAKE = """
 import sys, time
@@ -178,10 +179,7 @@ def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
 @unlocked
 def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most runs whose disk is full end for that reason."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with monkeypatch.context() as patch, run_lock(run) as lock:
         assert lock is not None
         patch.setattr("so_tui.runs.state.write_run_json", full)

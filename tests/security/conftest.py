@@ -1,16 +1,3 @@
 """Two users of one machine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from tests.support.users import SharedMachine, shared_machine
-
-
-@pytest.fixture
-def machine() -> Iterator[SharedMachine]:
-    """Two users without privileges and a folder that both can write."""
-    with shared_machine() as found:
-        yield found
+from tests.support.users import machine  # noqa: F401 - a fixture

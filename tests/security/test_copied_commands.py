@@ -28,7 +28,6 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
-    """Return the arguments of a command that is pasted into a shell."""
     shell = f"""{command.split()[0]}() {{ printf '%s\\0' "$@"; }}; {command}"""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=folder, check=True)

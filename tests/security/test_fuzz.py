@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import json
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,6 @@ from so_tui.spec import SoTuiError, find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine, write_run
-from tests.support.mutations import harmed_bytes, harmed_json, harmed_lines, harmed_trees
 
 LIMIT_S = 2.0
 LIMIT_BYTES = 200 << 20
@@ -37,6 +38,104 @@ few = settings(
     phases=(Phase.generate,),
     suppress_health_check=list(HealthCheck),
 )
+
+
+Tree = dict[str, Any] | list[Any]
+
+_TEXTS = [
+    *("", "x\n", "\x1b]52;c;cm0=\x07", "\x9b31m", "\u202e\u2066", "\ud800", "a\0b", "[red]"),
+    *("../../etc/passwd", "/dev/zero", "a" * 100_000, "nan"),
+]
+_NUMBERS = [
+    *(0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**64), 10**400),
+    *(1e300, -1e300, 5e-324, float("nan"), float("inf"), float("-inf")),
+]
+
+
+_NESTED = [json.loads("[" * levels + "1" + "]" * levels) for levels in (20, 200)]
+HOSTILE = st.one_of(
+    st.sampled_from([*_TEXTS, *_NUMBERS, None, True, False, [], {}, [[]], {"": {}}, {"a": None}]),
+    st.sampled_from([*_NESTED, [0] * 10_000, {str(number): number for number in range(2_000)}]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+        st.lists,
+        max_leaves=8,
+    ),
+)
+
+
+@st.composite
+def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
+    """Return a copy of a tree with one to three values replaced, removed, wrapped or repeated."""
+    tree = copy.deepcopy(valid)
+    for _ in range(draw(st.integers(1, 3))):
+        if not tree:
+            break
+        parent, key = draw(st.sampled_from(list(_places(tree))))
+        match draw(st.sampled_from(("replace", "replace", "remove", "wrap", "add"))):
+            case "replace":
+                parent[key] = copy.deepcopy(draw(HOSTILE))
+            case "remove":
+                del parent[key]
+            case "wrap":
+                parent[key] = [parent[key]]
+            case "add" if isinstance(parent, dict):
+                parent[draw(st.sampled_from(_TEXTS))] = copy.deepcopy(draw(HOSTILE))
+            case "add":
+                parent.extend([copy.deepcopy(draw(HOSTILE))] * draw(st.integers(1, 50)))
+    return tree
+
+
+@st.composite
+def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Return a document torn, flipped, spliced, repeated, or replaced altogether."""
+    at = draw(st.integers(0, max(0, len(valid) - 1)))
+    match draw(st.sampled_from(("tear", "flip", "insert", "repeat", "nest", "replace", "empty"))):
+        case "tear":
+            return valid[:at]
+        case "flip" if valid:
+            flipped = valid[at] ^ (1 << draw(st.integers(0, 7)))
+            return valid[:at] + bytes([flipped]) + valid[at + 1 :]
+        case "insert":
+            return valid[:at] + draw(st.binary(max_size=40)) + valid[at:]
+        case "repeat":
+            return valid * draw(st.integers(2, 5))
+        case "nest":
+            opened = draw(st.sampled_from([b"[", b'{"a":', b"("]))
+            return valid[:at] + opened * draw(st.sampled_from([100, 100_000])) + valid[at:]
+        case "replace":
+            return draw(st.binary(max_size=200))
+    return b""
+
+
+def harmed_json(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Return strategies for a JSON document: harmed as a tree, or as bytes."""
+    return harmed_bytes(valid) | harmed_trees(json.loads(valid)).map(
+        lambda t: json.dumps(t).encode()
+    )
+
+
+def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Return a strategy for lines of JSON: a few of them harmed, or the bytes of all."""
+    lines = valid.splitlines()
+
+    @st.composite
+    def some(draw: st.DrawFn) -> bytes:
+        changed = list(lines)
+        for _ in range(draw(st.integers(1, 3))):
+            place = draw(st.integers(0, len(changed) - 1))
+            changed[place] = draw(harmed_json(lines[place]))
+        return b"\n".join(changed) + b"\n"
+
+    return harmed_bytes(valid) | some()
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every value of a tree as its parent and its key."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from _places(tree[key])
 
 
 def tried(example: st.SearchStrategy[Any], try_one: Callable[[Any], None], most: int = 30) -> None:
@@ -60,7 +159,6 @@ def bounded() -> Iterator[None]:
 
 
 def answered(call: Callable[[], object], *refusals: type[Exception]) -> None:
-    """Call something that may refuse its input."""
     with bounded(), contextlib.suppress(SoTuiError, *refusals):
         call()
 
@@ -86,7 +184,6 @@ def harmed(path: Path) -> st.SearchStrategy[bytes]:
 
 
 def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30) -> None:
-    """Use files while one of them is harmed."""
     whole = {path: path.read_bytes() for path in sorted(paths)}
 
     def try_one(change: tuple[Path, bytes]) -> None:
@@ -102,16 +199,8 @@ def harmed_files(paths: Sequence[Path], use: Callable[[], None], most: int = 30)
 
 
 def test_any_file_of_a_run(tmp_path: Path) -> None:
-    """Return a run of a hundred steps with every kind of file."""
-    run = write_run(
-        tmp_path / "runs",
-        gpus=4,
-        steps=100,
-        total=100,
-        state="failed",
-        seconds_of_samples=60,
-        name="fuzzed",
-    )
+    sizes: dict[str, Any] = {"steps": 100, "total": 100, "seconds_of_samples": 60}
+    run = write_run(tmp_path / "runs", state="failed", name="fuzzed", **sizes)
     for action in state.ACTIONS:
         state.request(run, action, reason="x")
     commands = ("runs", "runs --json", "watch fuzzed --plain", "logs fuzzed")

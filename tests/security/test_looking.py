@@ -135,7 +135,6 @@ def marked(user: User, run: RunDirectory, known: str) -> Iterator[subprocess.Pop
 
 
 def supervisors_of(user: User) -> list[Path]:
-    """Return the supervisors that run as this user."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -18,7 +18,6 @@ _BAD_INPUT = InputError.exit_code
 
 
 def json_of(machine: SharedMachine, *argv: str, **changes: str) -> dict[str, Any]:
-    """Return what a command of the owner prints as JSON."""
     done = machine.owner.so_tui(*argv, "--json", timeout_s=60.0, umask=0o022, **changes)
     assert "Traceback" not in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

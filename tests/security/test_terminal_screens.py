@@ -48,7 +48,6 @@ DIALOGS = ("help", "delete", "settings", "data", "add a model", "another machine
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostileWorld:
-    """The hostile texts."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     wait_for_what_runs(monkeypatch)
     return hostile_world(tmp_path / "world")
@@ -66,7 +65,6 @@ def assert_only_text(driver: Driver) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Return whether a text of several lines is safe to print."""
     return printable(text) == text
 
 

@@ -63,7 +63,6 @@ class Cluster:
         forget_cluster(monkeypatch)
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
-        """Run a command of Slurm and return what it printed."""
         done = subprocess.run(
             argv, env=self.environ, capture_output=True, text=True, check=False, timeout=timeout_s
         )
@@ -84,7 +83,6 @@ class Cluster:
             )
 
     def start_node(self, node: str) -> None:
-        """Start a node's slurmd, unless it runs."""
         if node not in self._daemons:
             named = f"hostname {node} && exec slurmd -D -N {node}"
             self.start(node, ["unshare", "--uts", "sh", "-c", named])
@@ -105,7 +103,9 @@ class Cluster:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = set((folder / "environ").read_bytes().split(b"\0"))
-                if wanted <= variables and any(map(_names_a_job, variables)):
+                if wanted <= variables and any(
+                    each.startswith(b"SLURM_JOB_ID=") for each in variables
+                ):
                     found.append(int(folder.name))
         return tuple(found)
 
@@ -129,7 +129,6 @@ class Cluster:
         return self.run("squeue", "--noheader", states, "--format=%i %T")
 
     def wait_ready(self) -> None:
-        """Wait until both nodes take jobs."""
         asked = ("sinfo", "--noheader", "--format=%T %D", "--partition=main")
         _wait_until(lambda: self.run(*asked, check=False).split() == ["idle", str(len(NODES))])
         if self._a_node_failed:
@@ -146,14 +145,12 @@ class Cluster:
         return left
 
     def clear(self) -> None:
-        """Cancel every job and end what is left of jobs."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("scancel", f"--user={os.geteuid()}", check=False, timeout_s=10)
             _wait_until(lambda: not self.jobs(), 15)
         _kill(self.processes())
 
     def stop(self) -> None:
-        """Clear the queue and end the daemons."""
         self.clear()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
@@ -186,10 +183,6 @@ class Cluster:
         _wait_until(lambda: "simulated" in self.run(*add, "cluster", "simulated", check=False))
         self.run(*add, "account", ACCOUNT, "cluster=simulated")
         self.run(*add, "user", "root", f"account={ACCOUNT}", check=False)
-
-
-def _names_a_job(variable: bytes) -> bool:
-    return variable.startswith(b"SLURM_JOB_ID=")
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ others work.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.spec import InputError, find_preset, load_catalog, with_values
-from tests.support.hostile_files import link_device, make_pipe, make_sparse
+from tests.support.hostile_files import link_device, make_sparse
 
 MINE = 'extends = "tiny"\n'
 TABLE = """
@@ -72,7 +73,7 @@ def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (make_pipe, "not-a-file"),
+        (os.mkfifo, "not-a-file"),
         (link_device, "not-a-file"),
         (make_sparse, "too-large"),
         (Path.mkdir, "not-a-preset"),

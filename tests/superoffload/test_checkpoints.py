@@ -28,7 +28,7 @@ from so_tui_trainer.failures import SUPERSEDED, TrainingError
 from so_tui_trainer.loop import Control, _refuse_if_superseded
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
-from tests.support.problems import coded
+from tests.support.problems import coded, raising
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +206,9 @@ def test_a_file_system_that_is_away_costs_no_training(
     run = RunDirectory(tmp_path)
     watched = Control(run, one_rank, attempt=1, every_s=0.0)
     state.request(run, "checkpoint")
-
-    def away(path: Any, *_: Any, **options: Any) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
+    away = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr(os, failing, away)
+        patched.setattr(os, failing, raising(away))
         before = polled(watched, 2)
     assert before == [NOTHING, NOTHING]
     assert polled(watched, 3) == [NOTHING, {"checkpoint"}, NOTHING]

@@ -145,10 +145,6 @@ def linked(folder: Path) -> None:
     (folder / MODEL_FILE).symlink_to(folder.parent / "elsewhere")
 
 
-def truncated(folder: Path) -> None:
-    os.truncate(folder / STATES_FILE, 500)
-
-
 def without(name: str) -> Harm:
     return lambda folder: (folder / name).unlink()
 
@@ -160,7 +156,7 @@ def saved_as(content: Any) -> Harm:
 @pytest.mark.parametrize(
     ("harm", "code"),
     [
-        (truncated, "unreadable"),
+        (lambda folder: os.truncate(folder / STATES_FILE, 500), "unreadable"),
         (without(STATES_FILE), "unreadable"),
         (linked, "unreadable"),
         (saved_as(described(a=torch.Size([500]))), "unreadable"),

@@ -99,7 +99,6 @@ class Drawn:
         return Products(self.shapes).to(self.dtype)
 
     def groups(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """Return the parameters grouped by their decay."""
         found: dict[float | None, dict[str, Any]] = {}
         for decay, parameter in zip(self.decays, parameters, strict=True):
             alone = {} if decay is None else {"weight_decay": decay}

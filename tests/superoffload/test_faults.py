@@ -23,7 +23,7 @@ from superoffload.optimizer import SuperOffload
 from superoffload.settings import HostRoom
 from superoffload.shared_states import STATES_MEMORY_NAME
 from tests.support import engine as support
-from tests.support.problems import coded
+from tests.support.problems import coded, raising
 from tests.support.reference_adamw import core_of
 
 pytestmark = pytest.mark.slow
@@ -126,10 +126,6 @@ def test_no_save_or_load_within_a_step(clipping: float, accumulation: int, tmp_p
         superoffload.save_state(made, tmp_path)
 
 
-def fail(gradient: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("something in the model")
-
-
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_an_end_within_a_step_is_clean(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
     run: dict[str, Any] = {"clipping": clipping, "sub_group_size": 1}
@@ -138,7 +134,7 @@ def test_an_end_within_a_step_is_clean(clipping: float, capfd: pytest.CaptureFix
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="in the model"), support.offloading(**run) as made:  # noqa: PT012
         support.train(made, support.batches(1))
-        support.spoil(made, fail)
+        support.spoil(made, raising(RuntimeError("something in the model")))
         support.train(made, support.batches(1))
     assert time.monotonic() - begun < 30, "the watchdog did not have to find it"
     assert not traces()

@@ -85,7 +85,6 @@ class States:
         self.kernel.run(Command(operation, 0, number, **SETTINGS))
 
     def found(self, which: int = 0) -> tuple[Floats, Floats, Floats]:
-        """Return copies of weights and moments."""
         first, second = np.empty(self.numel, np.float32), np.empty(self.numel, np.float32)
         self.kernel.decode(0, which, first.ctypes.data, second.ctypes.data)
         return self.weights[which].copy(), first, second

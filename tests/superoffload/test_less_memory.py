@@ -170,7 +170,6 @@ def trained_with(
     model: Callable[[], support.Model] = support.Model,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Train and return all losses, gradients and states."""
     torch.manual_seed(0)
     settings = {"clipping": 9.0, "parameters": parameters, **settings}
     with support.offloading(ratio, model(), **settings) as made:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,26 +16,21 @@ from tests.support import engine as support
 from tests.support import engine_ranks, rank_processes
 
 pytestmark = pytest.mark.slow
-
-
-def start(
-    part: str, folder: Path, ranks: int, port: int | None = None
-) -> list[subprocess.Popen[str]]:
-    return rank_processes.start(engine_ranks.SCRIPT, [part, str(folder)], ranks, port)
+start = partial(rank_processes.start, engine_ranks.SCRIPT)
 
 
 def test_three_ranks_of_which_some_hold_only_padding() -> None:
-    rank_processes.finish(start("reference", Path(), 3))
+    rank_processes.finish(start(["reference", "."], 3))
 
 
 def test_two_ranks_that_speculate(tmp_path: Path) -> None:
-    rank_processes.finish(start("speculation", tmp_path, 2))
+    rank_processes.finish(start(["speculation", str(tmp_path)], 2))
 
 
 def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> None:
     """Neither workers nor shared memory: DeepSpeed's collectives would leave 69 MB a rank."""
     port = rank_processes.free_port()
-    ranks = start("first", tmp_path, 2, port)
+    ranks = start(["first", str(tmp_path)], 2, port)
     workers = [rank_processes.worker_of(rank) for rank in ranks]
     os.kill(workers[0], signal.SIGSTOP)  # a stopped worker must end, too
     for rank in ranks:
@@ -44,12 +39,12 @@ def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> No
         rank.communicate()
     assert rank_processes.gone(workers)
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
-    rank_processes.finish(start("second", tmp_path, 2))
+    rank_processes.finish(start(["second", str(tmp_path)], 2))
 
 
 def test_watchdog_does_not_count_the_time_of_a_suspended_rank(tmp_path: Path) -> None:
     """A scheduler suspends a job. The rank resumes first and finds its worker without progress."""
-    (rank,) = start("endless", tmp_path, 1)
+    (rank,) = start(["endless", str(tmp_path)], 1)
     worker = rank_processes.worker_of(rank)
     os.kill(worker, signal.SIGSTOP)
     time.sleep(0.2)  # by now the worker owes a result
@@ -70,7 +65,7 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
             superoffload.save_state(made, tmp_path / f"one {name}")
             losses[name] = support.train(made, data[4:])
     torch.save(losses, tmp_path / "losses")
-    rank_processes.finish(start("reshard", tmp_path, 2))
+    rank_processes.finish(start(["reshard", str(tmp_path)], 2))
     for name, run, states in engine_ranks.formats():
         one, two = tmp_path / f"one {name}", tmp_path / f"two {name}"
         assert support.by_name(two) == support.by_name(one)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -43,14 +42,6 @@ def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float) 
             assert torch.equal(state.weights, state.master_weights.bfloat16())
 
 
-def train_late(made: Any, tokens: torch.Tensor) -> None:
-    """Take a step that the Adam worker begins 0.3 s late. Clipping must hold it back until then."""
-    made.backward(made(tokens))
-    timer = support.suspend_worker(made, 0.3)
-    made.step()
-    timer.start()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "exposed_s"), [("evaluation", 0.3), ("left out", 0.0), ("checkpoint", 0.0)]
@@ -59,7 +50,11 @@ def test_waits_between_steps_can_be_left_out_of_stats(between: str, exposed_s: f
     """An evaluation or a checkpoint waits for the weights, and the next forward no more."""
     with support.offloading(clipping=1.0) as made:
         one, other = support.batches(2)
-        train_late(made, one)
+        # The Adam worker begins a step 0.3 s late. Clipping must hold it back until then.
+        made.backward(made(one))
+        timer = support.suspend_worker(made, 0.3)
+        made.step()
+        timer.start()
         if between == "checkpoint":
             superoffload.synchronize(made)
         else:

@@ -16,7 +16,6 @@ from superoffload.checkpoint import SubGroupRecord
 
 
 def manifest_of(spec: RunSpec, step: int, run: str, ranks: int = 1, consumed: int = 10) -> Manifest:
-    """Return what says which run and step a checkpoint is of."""
     return Manifest(
         run=run,
         step=step,
@@ -34,7 +33,6 @@ def manifest_of(spec: RunSpec, step: int, run: str, ranks: int = 1, consumed: in
 def rank_manifest_of(
     engine: str, rank: int = 0, ranks: int = 1, sub_groups: tuple[SubGroupRecord, ...] = ()
 ) -> RankManifest:
-    """Return what says which states a rank has."""
     return RankManifest(
         deepspeed="0.19.8",
         mode="superoffload" if engine == "so-tui" else "gpu",

@@ -17,8 +17,6 @@ from so_tui.spec import InputError
 
 
 class Called(NamedTuple):
-    """The exit code of a command, and what it printed."""
-
     code: int
     out: str
     err: str

@@ -62,7 +62,6 @@ def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
 
 
 def with_software(machine: Machine, **changes: Any) -> Machine:
-    """Return the machine with some versions changed."""
     return replace(machine, software=replace(INSTALLED, **changes))
 
 

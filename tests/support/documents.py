@@ -27,13 +27,11 @@ def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
 
 
 def ids_of(docs: Documents, index: int) -> Tensor:
-    """Return the tokens of a document, [1, tokens]."""
     part = slice(docs.offsets[index], docs.offsets[index + 1])
     return torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
 
 
 def loss_alone(causal: Any, docs: Documents, members: Iterable[int]) -> Tensor:
-    """Return the sum of the losses of documents, each computed alone."""
     total = torch.zeros(())
     for member in members:
         ids, trained = ids_of(docs, member), docs.trained[docs.offsets[member] :][1:]

@@ -253,7 +253,6 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def train(made: Any, data: list[torch.Tensor]) -> list[float]:
-    """Train one micro-batch per batch and return the losses."""
     losses = []
     for tokens in data:
         loss = made(tokens.to(DEVICE))
@@ -282,7 +281,6 @@ def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
 
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
-    """Return the manifest of a checkpoint of the small model."""
     return manifest_of(run, step, "", ranks, consumed=2 * step * ranks)
 
 
@@ -294,5 +292,4 @@ def states(made: Any, folder: Path | None = None, rank: int = 0) -> bytes:
 
 
 def saved_bytes(folder: Path, rank: int = 0) -> bytes:
-    """Return the states of a rank as they were saved."""
     return (folder / f"rank_{rank:05d}.states").read_bytes()

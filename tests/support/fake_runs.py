@@ -32,13 +32,11 @@ class Runs:
         self._started: list[RunDirectory] = []
 
     def start(self) -> RunDirectory:
-        """Start another run."""
         run = start(prepare(self.spec, self._machine, force=True), runs_dir=self.folder)
         self._started.append(run)
         return run
 
     def adopt(self, run: RunDirectory) -> None:
-        """Clean up a run that was not started here."""
         self._started.append(run)
 
     def training(self) -> tuple[RunDirectory, RunState]:
@@ -47,13 +45,11 @@ class Runs:
         return run, wait_for(run, lambda state: state.step >= 2 and everyone <= roles(state))
 
     def clean_up(self) -> None:
-        """Kill every process that is left."""
         for run in self._started:
             clean_up(run)
 
 
 def clean_up(run: RunDirectory) -> None:
-    """Kill every process that is left of a run."""
     with contextlib.suppress(Exception):
         state = read_state(run)
         processes = [*filter(None, [state.supervisor]), *state.processes]
@@ -63,18 +59,15 @@ def clean_up(run: RunDirectory) -> None:
 
 
 def roles(state: RunState) -> set[str]:
-    """Return the roles of a run's processes."""
     return {process.role for process in state.processes}
 
 
 def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
-    """Return the run's first process with this role, and of this rank if one is given."""
     mine = (process for process in state.processes if process.role == role)
     return next(process for process in mine if rank in (None, process.rank))
 
 
 def kill(process: Process) -> None:
-    """Send SIGKILL."""
     os.kill(process.pid, signal.SIGKILL)
 
 
@@ -97,13 +90,11 @@ def wait_for(
 
 
 def _cpu_ticks(state: RunState) -> dict[int, int]:
-    """Return what each process of a run has computed."""
     stats = ((process.pid, read_stat(process.pid)) for process in state.processes)
     return {pid: stat.cpu_ticks for pid, stat in stats if stat is not None}
 
 
 def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
-    """Return when none of these processes lives any more; fail after the timeout."""
     wait_until(lambda: not any(map(alive, processes)), timeout_s)
 
 
@@ -113,5 +104,4 @@ def _state_and_logs(run: RunDirectory, state: RunState) -> str:
 
 
 def ended(state: RunState) -> bool:
-    """Return whether the run has ended."""
     return state.state in FINAL_STATES

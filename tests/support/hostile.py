@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from msgspec.structs import replace
@@ -40,8 +41,6 @@ def unsafe(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class HostileWorld:
-    """Where the texts are."""
-
     run: RunDirectory
     runs_dir: Path
     machine: Machine
@@ -76,7 +75,6 @@ def hostile_world(folder: Path) -> HostileWorld:
 
 
 def hostile_machine() -> Machine:
-    """Return a host whose every text is hostile."""
     plain = quad_machine()
     software = ("python", "torch", "deepspeed", "compiler", "numactl")
     gpu = dict.fromkeys(("name", "pci_bus_id", "compute_mode"), HOSTILE)
@@ -94,29 +92,15 @@ def hostile_machine() -> Machine:
 
 def hostile_run(runs_dir: Path) -> RunDirectory:
     """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
-    written = write_run(
-        runs_dir,
-        machine=quad_machine(),
-        steps=3,
-        seconds_of_samples=3,
-        state="failed",
-        name="hostile",
-    )
+    written = write_run(runs_dir, steps=3, seconds_of_samples=3, state="failed", name="hostile")
     run, now = RunDirectory(written.path.rename(runs_dir / IN_A_NAME)), time.time()
+    texts: dict[str, Any] = {"reason": HOSTILE, "suggestion": HOSTILE, "summary": {HOSTILE: 1.0}}
     told = dict.fromkeys(("reason", "suggestion", "detail", "host"), HOSTILE)
     append_records(
         run,
         PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
         WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE),
-        EndRecord(
-            attempt=1,
-            time=now,
-            state="failed",
-            step=3,
-            reason=HOSTILE,
-            suggestion=HOSTILE,
-            summary={HOSTILE: 1.0},
-        ),
+        EndRecord(attempt=1, time=now, state="failed", step=3, **texts),
     )
     change_state(run, started=now, ended=now, **told)
     for log in run.attempts_dir.glob("*/*.log"):

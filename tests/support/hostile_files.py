@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -23,17 +22,10 @@ def full_disk(largest_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, old)
 
 
-def make_pipe(path: Path) -> None:
-    """Make a pipe that nobody writes to: opening it waits for ever."""
-    os.mkfifo(path)
-
-
 def link_device(path: Path) -> None:
-    """Make a link to a device that never ends."""
     path.symlink_to("/dev/zero")
 
 
 def make_sparse(path: Path) -> None:
-    """Make a file of 8 GiB without a line."""
     with path.open("wb") as file:
         file.truncate(8 << 30)

@@ -28,8 +28,6 @@ class Repository(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request."""
-
     method: str
     path: str
     range: str = ""
@@ -38,8 +36,6 @@ class Asked(NamedTuple):
 
 @dataclass
 class Hub:
-    """What is on the hub, and what was asked of it."""
-
     endpoint: str
     store: str
     repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)

@@ -64,7 +64,6 @@ def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
 
 
 def records(run: RunDirectory) -> list[MetricRecord]:
-    """All records of a run, in the order they were written."""
     files = (path.read_bytes() for path in sorted(run.metrics_dir.glob("*.jsonl")))
     lines = (line for content in files for line in content.splitlines())
     return [msgspec.json.decode(line, type=MetricRecord) for line in lines]
@@ -74,7 +73,6 @@ Kind = TypeVar("Kind", bound=MetricRecord)
 
 
 def of_kind(found: RunDirectory | list[MetricRecord], kind: type[Kind]) -> list[Kind]:
-    """Return the records of a kind, of a run or of some records."""
     every = records(found) if isinstance(found, RunDirectory) else found
     return [record for record in every if isinstance(record, kind)]
 

@@ -10,18 +10,8 @@ from so_tui.runs.segments import segments
 from so_tui.ui.charts.series import FollowedSteps, Wanted
 from tests.support.records import step_record
 
-WANTED = Wanted(
-    (
-        "loss",
-        "useful_tokens_per_s_total",
-        "model_tflops_per_gpu",
-        "mfu",
-        "gradient_norm",
-        "learning_rate",
-        "step_s",
-    ),
-    ("loss", "gradient_norm"),
-)
+_RATES = ("useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "step_s")
+WANTED = Wanted(("loss", "gradient_norm", "learning_rate", *_RATES), ("loss", "gradient_norm"))
 """What pages of charts need."""
 SEGMENT_STEPS = 5000
 FIRST = 1_000_001
@@ -50,10 +40,8 @@ def write_long_run(run: RunDirectory, count: int) -> int:
 
 def moved_lines(content: bytes, steps: int) -> bytes:
     """Return the lines of step records with their steps and times moved on."""
-    content = re.sub(
-        rb'"step":(\d+)', lambda found: b'"step":%d' % (int(found[1]) + steps), content
-    )
-    return re.sub(rb'"time":(\d+)', lambda found: b'"time":%d' % (int(found[1]) + steps), content)
+    moved = lambda found: b'"%s":%d' % (found[1], int(found[2]) + steps)  # noqa: E731
+    return re.sub(rb'"(step|time)":(\d+)', moved, content)
 
 
 def read_on(

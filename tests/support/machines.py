@@ -43,7 +43,6 @@ def x86(
     memory_mib: int = 128 * 1024,
     gpu_mib: int = 143_771,
 ) -> Machine:
-    """One CPU node, with GPUs on PCIe when ``gpu`` names one."""
     node = NumaNode(id=0, kind="cpu", cpus=tuple(range(cores)), memory_total_bytes=memory_mib * MIB)
     one = Gpu(
         index=0,
@@ -83,5 +82,4 @@ def _machine(
 
 
 def machine_json(machine: Machine) -> bytes:
-    """Return a machine as the file that ``--machine`` reads."""
     return msgspec.json.encode(machine)

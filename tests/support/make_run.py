@@ -6,6 +6,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -36,7 +37,6 @@ from so_tui.spec import find_preset, with_values
 from so_tui.units import GIB
 from tests.support import records
 from tests.support.machines import superchips
-from tests.support.named_runs import named_run
 from tests.support.plans import SOFTWARE
 
 STEP_S = 3.1
@@ -123,7 +123,7 @@ def write_run(
     chance = random.Random(seed)
     machine = machine or quad_machine()
     plan, host = plan_for(machine, preset, gpus, total), machine.hostname
-    run = named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
+    run = records.named_run(plan.spec, runs_dir, name) if name else create_run(plan.spec, runs_dir)
     attempt = new_attempt(run)
     now = time.time() if now is None else now
     began = now - steps * STEP_S - 42
@@ -180,7 +180,6 @@ def write_run(
 
 
 def _start(attempt: int, machine: Machine, plan: Plan, began: float) -> list[MetricRecord]:
-    """Return what a run records before its first step."""
     host = machine.hostname
     return [
         PhaseRecord(
@@ -213,19 +212,11 @@ def _start(attempt: int, machine: Machine, plan: Plan, began: float) -> list[Met
 
 
 def _report(rank: RankBinding, host: str) -> RankBindingReport:
-    return RankBindingReport(
-        rank=rank.rank,
-        host=host,
-        pid=4000 + rank.rank,
-        gpu=rank.gpu,
-        found_cpus=rank.cpus,
-        cpus=rank.cpus,
-        main_cpus=rank.main_cpus,
-        adam_cpus=rank.adam_cpus,
-        found_memory_policy="bind",
-        memory_policy="bind",
-        corrected=False,
-    )
+    values: dict[str, Any] = dict.fromkeys(("found_memory_policy", "memory_policy"), "bind")
+    for name in ("rank", "gpu", "cpus", "main_cpus", "adam_cpus"):
+        values[name] = getattr(rank, name)
+    pid = 4000 + rank.rank
+    return RankBindingReport(**values, host=host, pid=pid, found_cpus=rank.cpus, corrected=False)
 
 
 def _loss(step: int) -> float:
@@ -319,7 +310,6 @@ def sample(chance: random.Random, attempt: int, at: float, machine: Machine, pla
 
 
 def _place(rank: RankBinding) -> RankPlacement:
-    """Return a rank that is where it should be."""
     node = rank.numa_node or 0
     return RankPlacement(
         rank=rank.rank,

@@ -62,9 +62,8 @@ def _share(group: list[tuple[str, Tensor]], rank: int) -> Tensor:
     parts = []
     for _, parameter in group:
         flat = parameter.flatten()
-        share = -(-len(flat) // RANKS)
-        padded = torch.cat([flat, flat.new_zeros(share * RANKS - len(flat))])
-        parts.append(padded[rank * share : (rank + 1) * share])
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % RANKS))
+        parts.append(padded.chunk(RANKS)[rank])
     return torch.cat(parts)
 
 

@@ -80,7 +80,6 @@ def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
 def causal_model(
     config: PretrainedConfig, dtype: torch.dtype = torch.float32, attention: str | None = None
 ) -> PreTrainedModel:
-    """Build a causal language model with random weights."""
     factory: Any = AutoModelForCausalLM
     model: PreTrainedModel = factory.from_config(config, dtype=dtype, attn_implementation=attention)
     return model
@@ -94,7 +93,6 @@ def load_pretrained(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a leaf, which must have one."""
     assert tensor.grad is not None
     return tensor.grad
 
@@ -105,13 +103,11 @@ def are_close(
     relative: float,
     absolute: float,
 ) -> None:
-    """Assert that tensors agree with those of the same name."""
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=relative, atol=absolute, msg=name)
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the gradients of a model's parameters, by name."""
     return {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()

@@ -30,7 +30,6 @@ _HEAD = (
 
 
 def picture_of(app: App[Any]) -> str:
-    """Return what the application shows now."""
     visible_screen_stack.set(app._background_screens)  # what a dialog is drawn over
     strips = app.screen._compositor.render_strips(app.size)
     colour, background = (
@@ -81,7 +80,6 @@ def _width(text: str) -> str:
 
 
 def _looks(style: Style, ink: str, colour: str) -> str:
-    """Return the attributes of a piece of text."""
     lines = {"underline": style.underline, "line-through": style.strike}
     decorations = [name for name, has in lines.items() if has]
     attributes = {

@@ -41,7 +41,6 @@ DATA = msgspec.json.decode((_ANSWERS / "data_preview.json").read_bytes(), type=D
 
 
 def write_runs(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Write every run, each at its time."""
     for name, made in _KNOWN["runs"].items():
         options = {"seconds_of_samples": 60, **made}
         now = NOW - options.pop("ago_s", 5.0)
@@ -79,28 +78,22 @@ class FixedMonitor:
     """Stands in for the monitor of this host: the same minutes, whenever it is asked."""
 
     def __init__(self, machine: Machine) -> None:
-        self._view = host_view(machine)
+        chance = random.Random(5)
+        plan = plan_for(machine, "qwen3-14b", len(machine.gpus), 5000)
+        store = LoadStore()
+        store.want((*samples_of(HARDWARE), CORES, *MEMORY))
+        times = [NOW - second for second in range(int(WINDOW_S), -1, -10)]
+        for at in times:
+            store.append("", newest := sample(chance, 0, at, machine, plan))
+        cpus = {node.id: node.cpus for node in machine.numa_nodes}
+        axis = Axis("time", times[0], times[-1], times[0])
+        view = store.view({"": newest}, cpus)
+        self._view = HostView(view, tuple(_processes(machine)), axis)
 
     def poll(self) -> HostView:
-        """Return what is known."""
         return self._view
 
-    def close(self) -> None:
-        """End."""
-
-
-def host_view(machine: Machine) -> HostView:
-    """Return what four superchips did in the last ten minutes."""
-    chance = random.Random(5)
-    plan = plan_for(machine, "qwen3-14b", len(machine.gpus), 5000)
-    store = LoadStore()
-    store.want((*samples_of(HARDWARE), CORES, *MEMORY))
-    times = [NOW - second for second in range(int(WINDOW_S), -1, -10)]
-    for at in times:
-        store.append("", newest := sample(chance, 0, at, machine, plan))
-    cpus = {node.id: node.cpus for node in machine.numa_nodes}
-    axis = Axis("time", times[0], times[-1], times[0])
-    return HostView(store.view({"": newest}, cpus), tuple(_processes(machine)), axis)
+    def close(self) -> None: ...
 
 
 def _processes(machine: Machine) -> Iterator[HostProcess]:
@@ -129,12 +122,10 @@ class FixedModel:
         self._asked: queue.SimpleQueue[Sequence[Prompt]] = queue.SimpleQueue()
 
     def ask(self, prompts: Sequence[Prompt], _: Sampling) -> int:
-        """Ask."""
         self._asked.put(prompts)
         return 1
 
     def events(self) -> Iterator[Event]:
-        """Yield what happens."""
         yield msgspec.convert(_KNOWN["loaded"], Loaded)
         answers = {each.side: each for each in msgspec.convert(_KNOWN["answers"], list[Answer])}
         for prompt in self._asked.get(timeout=60):
@@ -142,8 +133,7 @@ class FixedModel:
             yield Piece(number=1, side=prompt.side, text=answer.text)
             yield answer
 
-    def close(self) -> None:
-        """End."""
+    def close(self) -> None: ...
 
 
 def validation_report() -> Report:

@@ -54,7 +54,6 @@ def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> R
 def planned(
     name: str, machine: Machine, workload: Workload | None = None, /, **changes: str
 ) -> Plan:
-    """Return the plan of a preset with changes, as given."""
     return make_plan(spec_of(name, **changes), machine, workload=workload)
 
 
@@ -64,33 +63,27 @@ def recommended(name: str, machine: Machine, **changes: str) -> Plan:
 
 
 def step_of(plan: Plan) -> StepTime:
-    """Return the parts of a step, which the plan must have."""
     return some(plan.step)
 
 
 def source_of(plan: Plan) -> SpeedSource:
-    """Return what the step of a plan rests on, which it must have."""
     return some(plan.speed_source)
 
 
 def facts_of(found: Iterable[Fact], kind: type[F]) -> list[F]:
-    """Return the facts of one kind."""
     return [fact for fact in found if isinstance(fact, kind)]
 
 
 def only(found: Iterable[Fact], kind: type[F]) -> F:
-    """Return the one fact of a kind."""
     (fact,) = facts_of(found, kind)
     return fact
 
 
 def bytes_at(plan: Plan, location: str) -> int:
-    """Return the bytes of a plan's terms at a location."""
     return sum(term.bytes for term in plan.breakdown if term.location == location)
 
 
 def bytes_of(plan: Plan, kind: TermKind) -> int:
-    """Return the bytes of a plan's terms of a kind."""
     return sum(term.bytes for term in plan.breakdown if term.kind == kind)
 
 

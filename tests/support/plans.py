@@ -43,7 +43,6 @@ def quad_gh200(**changes: object) -> Machine:
 
 
 def cpu_machine(**changes: object) -> Machine:
-    """Two cores, one node, no GPU."""
     return replace(x86(cores=2, memory_mib=16 * 1024), **({"software": SOFTWARE} | changes))
 
 
@@ -88,15 +87,8 @@ def plan_of(
             ),
         )
 
-    unplanned: dict[str, Any] = dict.fromkeys(
-        (
-            "gpu_capacity_bytes",
-            "step",
-            "step_s",
-            "useful_tokens_per_s_total",
-            "model_tflops_per_gpu",
-        )
-    )
+    speeds = ("useful_tokens_per_s_total", "model_tflops_per_gpu")
+    unplanned: dict[str, Any] = dict.fromkeys(("gpu_capacity_bytes", "step", "step_s", *speeds))
     unplanned |= dict.fromkeys(("gpu_bytes", "shm_bytes", "disk_bytes", "tokens_per_step"), 0)
     unplanned |= dict.fromkeys(("reasons", "warnings", "breakdown"), ())
     return Plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
@@ -11,7 +12,6 @@ from so_tui.spec import InputError, Problem, Refused
 
 
 def codes(caught: pytest.ExceptionInfo[InputError]) -> list[str]:
-    """Return the code of each problem of a caught error."""
     return [problem.code for problem in caught.value.problems]
 
 
@@ -25,9 +25,19 @@ def refusal(call: Callable[[], object]) -> Problem:
     return problem
 
 
+def raising(error: Exception, asked: list[object] | None = None) -> Callable[..., NoReturn]:
+    """Return a function that raises an error, and notes first what it was asked."""
+
+    def fail(*given: object, **_: object) -> NoReturn:
+        if asked is not None:
+            asked.append(given)
+        raise error
+
+    return fail
+
+
 @contextmanager
 def coded(kind: type[Exception], code: str, match: str | None = None) -> Iterator[None]:
-    """Expect an error of a kind with a code."""
     with pytest.raises(kind, match=match) as caught:
         yield
     assert getattr(caught.value, "code", None) == code

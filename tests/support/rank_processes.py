@@ -25,19 +25,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(ranks: int, *, port: int | None = None, accelerator: str = "cpu") -> dict[str, str]:
-    """Return the environment of all ranks; without a port they need ``MASTER_PORT``."""
-    values = os.environ | {
-        "DS_ACCELERATOR": accelerator,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": checkout_path(),
-    }
-    return values if port is None else values | {"MASTER_PORT": str(port)}
-
-
 def start(
     script: Path,
     arguments: Sequence[str],
@@ -45,8 +32,15 @@ def start(
     port: int | None = None,
     accelerator: str = "cpu",
 ) -> Ranks:
-    """Start a script once per rank."""
-    shared = environment(ranks, port=port or free_port(), accelerator=accelerator)
+    shared = os.environ | {
+        "DS_ACCELERATOR": accelerator,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": checkout_path(),
+    }
     return [
         subprocess.Popen(
             [sys.executable, str(script), *arguments],

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
-from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
+from so_tui.runs import (
+    MetricsWriter,
+    RunDirectory,
+    SampleWriter,
+    create_run,
+    read_state,
+    write_state,
+)
+from so_tui.runs.directory import write_manifest
 from so_tui.runs.records import EvaluationRecord, MetricRecord, Sample, StepRecord
+from so_tui.spec import RunSpec
+
+
+def named_run(spec: RunSpec, runs_dir: Path | None, name: str) -> RunDirectory:
+    """Create a run and rename it, for ``create_run`` ends each name with random letters."""
+    made = create_run(spec, runs_dir).path
+    run = RunDirectory(made.rename(made.with_name(name)))
+    change_state(run, name=name)
+    write_manifest(run)
+    return run
 
 
 def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) -> None:
-    """Write records of a run."""
     writer = MetricsWriter(run, attempt)
     for record in records:
         writer.append(record)
@@ -17,7 +36,6 @@ def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) 
 
 
 def append_samples(run: RunDirectory, host: str, *samples: Sample) -> None:
-    """Write samples of a host."""
     writer = SampleWriter(run, host)
     for sample in samples:
         writer.append(sample)
@@ -25,7 +43,6 @@ def append_samples(run: RunDirectory, host: str, *samples: Sample) -> None:
 
 
 def change_state(run: RunDirectory, **changes: object) -> None:
-    """Replace values of the state of a run."""
     write_state(run, replace(read_state(run), **changes))
 
 
@@ -58,5 +75,4 @@ def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: obj
 
 
 def evaluation_record(step: int, loss: float) -> EvaluationRecord:
-    """Return the record of an evaluation after a step."""
     return EvaluationRecord(attempt=1, time=1e9 + step, step=step, loss=loss, tokens=1000)

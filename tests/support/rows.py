@@ -59,7 +59,6 @@ def documents_of(folder: Path, source: object, **changes: str) -> Documents:
 
 
 def texts(documents: Documents, index: int = 0) -> tuple[str, str]:
-    """Return a document's context and its trained text."""
     tokenizer = load_tokenizer(tiny().model)
     part = slice(documents.offsets[index], documents.offsets[index + 1])
     ids, trained = documents.tokens[part], documents.trained[part]
@@ -75,5 +74,4 @@ def answers(folder: Path, source: object, **changes: str) -> list[str]:
 
 
 def source_refusal(source: object, folder: Path, **changes: str) -> Problem:
-    """Return the problem that tokenising a source raises."""
     return refusal(lambda: documents_of(folder, source, **changes))

@@ -34,7 +34,6 @@ WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
 def rows_of(widget: Widget) -> list[str]:
-    """Return the rows of a widget that draws lines."""
     return [widget.render_line(y).text for y in range(widget.size.height)]
 
 
@@ -106,7 +105,6 @@ class Driver:
         return self.screen.query_one(selector, kind)
 
     def shown(self, selector: str) -> str:
-        """Return the text of one widget."""
         widget = self.screen.query_one(selector)
         assert isinstance(widget, Static | StyledLines)
         return str(widget.content)
@@ -137,7 +135,6 @@ class Driver:
         return "".join(str(title.content) for title in titles)
 
     def notes(self) -> list[str]:
-        """Return the notifications so far."""
         return [note.message for note in self.app._notifications]
 
     async def presets(self) -> DataTable[Text]:
@@ -152,7 +149,6 @@ class Driver:
         await self.until(lambda: self.screen.query(FieldRow) and "fits" in self.shown("#verdict"))
 
     async def edit(self, path: str, text: str) -> FieldRow:
-        """Replace the text of a field of the form."""
         row = self.find(f"#field-{path.replace('.', '-')}", FieldRow)
         row.focus_control()
         await self.until(lambda: row.has_focus_within)

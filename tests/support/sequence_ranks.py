@@ -90,7 +90,6 @@ def batches_of(ranks: int, rank: int, case: Case) -> Batches:
 
 
 def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
-    """Return loss and gradients of all micro-batches of a step."""
     model.zero_grad()
     total = torch.zeros(())
     for batch in batches:

@@ -101,7 +101,6 @@ def model_of(
 
 
 def forward(causal: PreTrainedModel) -> Tensor:
-    """The loss of one micro-batch."""
     model = TrainedModel(causal, causal.config._attn_implementation)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
     loss: Tensor = model(batch.to(model.loss.weight.device), 1 / len(batch.targets))
@@ -111,7 +110,6 @@ def forward(causal: PreTrainedModel) -> Tensor:
 def trained(
     policy: checkpointing.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any
 ) -> Trained:
-    """Loss of the last micro-batch, and gradients of all."""
     causal = model_of(policy, model_type, **options)
     for _ in range(passes):
         loss = forward(causal)
@@ -122,7 +120,6 @@ def trained(
 
 
 def agree(found: Trained, expected: Trained, relative: float = 0.0, absolute: float = 0.0) -> None:
-    """Assert that two trainings have the same loss, and gradients as close as is said."""
     assert found[0] == pytest.approx(expected[0], rel=1e-6 if relative else 0.0, abs=0.0)
     are_close(found[1], expected[1], relative, absolute)
 

@@ -45,8 +45,6 @@ _inspected: dict[str, Machine] = {}
 
 @dataclass(frozen=True)
 class Host:
-    """A machine in short."""
-
     cpu: dict[int, tuple[str, int]]
     """CPU nodes: node -> (cpulist, MiB)."""
     hbm: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -63,7 +61,6 @@ class Host:
     extra: dict[str, str] = field(default_factory=dict)
 
     def listing(self) -> str:
-        """Return the files as text for ``build_sysroot``."""
         online = ",".join(cpus for cpus, _ in self.cpu.values())
         files = {"/sys/devices/system/cpu/online": f"{online}\n"}
         nodes = sorted([*self.cpu, *self.hbm, *self.empty])
@@ -135,7 +132,6 @@ class Host:
         return self.hbm[owner][1] if owner is not None else None
 
     def inspected(self, folder: Path) -> Machine:
-        """Inspect the machine, with its files below ``folder``."""
         return inspect_machine(build_sysroot(self.listing(), folder))
 
     def machine(self) -> Machine:
@@ -202,7 +198,6 @@ def apu_files(apus: int, *, partitions: int = 1) -> dict[str, str]:
 
 
 def _changed(kind: str, **values: int) -> str:
-    """Return a properties file with some values that differ from the usual ones."""
     assert _USUAL[kind].keys() >= values.keys()
     changed = _USUAL[kind] | values
     return "".join(f"{name} {value}\n" for name, value in changed.items())

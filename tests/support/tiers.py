@@ -47,7 +47,6 @@ def _note_process(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--cpu-limit``."""
     help = (
         "fail when the session, with its workers and the processes that they started, takes more "
         "CPU seconds"
@@ -73,7 +72,6 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Tell what the session cost."""
     limit = config.getoption("--cpu-limit")
     bound = "" if limit is None else f", limit {limit:.0f} s"
     terminalreporter.line(f"CPU time of all processes: {cpu_s():.0f} s{bound}")

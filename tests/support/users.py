@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ class User:
     """Further groups. The own group of a user has the user's number."""
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """Return the environment of a fresh login, with changes."""
         return {
             "HOME": str(self.home),
             "USER": self.name,
@@ -67,7 +66,6 @@ class User:
     def run(
         self, *argv: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as this user to its end."""
         with self.start(*argv, umask=umask, **changes) as process:
             try:
                 out, err = process.communicate(timeout=timeout_s)
@@ -81,7 +79,6 @@ class User:
         return self.run(self.interpreter, "-P", "-m", "so_tui", *arguments, **options)
 
     def python(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Python code as this user to its end."""
         return self.run(self.interpreter, "-P", "-c", code, *arguments)
 
     def give(self, *paths: Path) -> None:
@@ -101,8 +98,8 @@ class SharedMachine:
     """Everyone may create files here, and only their owner may remove them (mode 1777)."""
 
 
-@contextmanager
-def shared_machine() -> Iterator[SharedMachine]:
+@pytest.fixture
+def machine() -> Iterator[SharedMachine]:
     """Yield two users with empty homes, whose traces and processes go. Skips unless root."""
     if os.geteuid() != 0:
         pytest.skip("only root can run processes of other users")

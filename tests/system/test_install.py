@@ -52,14 +52,12 @@ def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def printed(home: Path, *command: str | Path) -> str:
-    """Run a command that must succeed, and return what it prints."""
     done = call(home, *command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout
 
 
 def built(target: str, sources: Path, folder: Path) -> Path:
-    """Build a wheel or an sdist in a new folder."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
     subprocess.run(command, cwd=sources, check=True, capture_output=True)
     (made,) = folder.iterdir()
@@ -68,12 +66,10 @@ def built(target: str, sources: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel."""
     return built("wheel", ROOT, tmp_path_factory.mktemp("built") / "dist")
 
 
 def install(folder: Path, *packages: object) -> subprocess.CompletedProcess[str]:
-    """Install packages in a new environment."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     command = [str(folder / "bin" / "python"), *PIP, *map(str, packages)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -90,7 +86,6 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
     done = install(folder, "pipx", "uv")
     if done.returncode != 0:

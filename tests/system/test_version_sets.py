@@ -44,14 +44,11 @@ otherwise.
 
 
 class Installed(NamedTuple):
-    """A set in its environment."""
-
     python: Path
     packages: VersionSet
 
 
 def call(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module with an environment's Python."""
     own = {"PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
     return subprocess.run(
         [python, "-m", *arguments],

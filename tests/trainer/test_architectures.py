@@ -1,8 +1,6 @@
 """Every architecture: packed documents train as if each were alone, and positions are scaled."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ from tests.support.models import (
     scaled_down,
 )
 from tests.support.problems import refusal, rejected
+from tests.support.python_path import ROOT, printed
 from tests.support.small_training import Trained
 
 
@@ -90,7 +89,6 @@ def each_alone(causal: Any, batches: Batches, rows: int, weight: float) -> Train
 
 
 def stepped(causal: PreTrainedModel, loss: Tensor) -> Trained:
-    """Return a loss and its gradients."""
     causal.zero_grad()
     torch.autograd.backward(loss)
     return loss.item(), gradients_of(causal)
@@ -100,7 +98,10 @@ def check_packing(model: ModelSpec) -> None:
     config = load_config(model)
     disable_dropout(config)
     causal: Any = causal_model(config, dtype=torch.float32, attention="eager")
-    packed = replace(spec(data__sequence_length="128"), model=listed(model, config))
+    # As `presets add` writes it: with the kind of each layer.
+    kinds = getattr(config, "layer_types", None)
+    listed = model.config | ({"layer_types": list(kinds)} if kinds else {})
+    packed = replace(spec(data__sequence_length="128"), model=replace(model, config=listed))
     batches = Batches(documents(30, longest=120), packed, 0)
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
@@ -112,12 +113,6 @@ def check_packing(model: ModelSpec) -> None:
         found = stepped(causal, TrainedModel(causal, implementation)(batch, weight))
         assert found[0] == pytest.approx(alone[0], rel=1e-5), implementation
         are_close(found[1], alone[1], 1e-3, 1e-5)
-
-
-def listed(model: ModelSpec, config: Any) -> ModelSpec:
-    """Return a model's spec as ``presets add`` writes it: with the kind of each layer."""
-    kinds = getattr(config, "layer_types", None)
-    return replace(model, config=model.config | ({"layer_types": list(kinds)} if kinds else {}))
 
 
 def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
@@ -209,12 +204,9 @@ OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CON
 )
 def test_architectures_train_resume_and_export(names: tuple[str, ...], tmp_path: Path) -> None:
     """The benchmark that makes the table, on the CPU and without the launcher."""
-    rows = tmp_path / "rows.json"
-    script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
-    command = [sys.executable, str(script), "--out", str(rows)]
-    command += ["--device", "cpu", "--fork", "--jobs", "2", "--only", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows, script = tmp_path / "rows.json", ROOT / "benchmarks" / "architectures.py"
+    command = [str(script), "--out", str(rows), "--device", "cpu", "--fork", "--jobs", "2"]
+    printed(*command, "--only", *names, timeout_s=1200)
     found = json.loads(rows.read_text())
     assert {row["name"] for row in found} == set(names)
     for row in found:

@@ -102,23 +102,15 @@ def test_capped_scores_give_every_gradient(window: int | None) -> None:
     are_close_to(found, results(out, inputs, gradient))
 
 
-def as_transformers_calls_it(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Documents
-) -> Tensor:
-    """Attend with [1, heads, tokens, size] through the adapter that transformers calls."""
+def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
+    """By the adapter that transformers calls with [1, heads, tokens, size]."""
+    inputs, _, documents = case(None, torch.float64)
+    given = [tensor.transpose(0, 1)[None] for tensor in inputs[:3]]
+    mask = torch.zeros(1, 1, sum(LENGTHS), sum(LENGTHS), dtype=torch.float64)
     known: Any = AttentionInterface
     boundaries = {"cu_seq_lens_q": documents.boundaries, "max_length_q": documents.longest}
-    attention = known()[register(PLAIN)]
-    out: Tensor = attention(None, query, key, value, mask, scaling=documents.scale, **boundaries)[0]
-    return out
-
-
-def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
-    inputs, _, documents = case(None, torch.float64)
-    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in inputs[:3])
-    mask = torch.zeros(1, 1, sum(LENGTHS), sum(LENGTHS), dtype=torch.float64)
     with rejected("model-packing-unsupported", field="model.config"):
-        as_transformers_calls_it(queries, keys, values, mask, documents)
+        known()[register(PLAIN)](None, *given, mask, scaling=documents.scale, **boundaries)
 
 
 LONG = (1, 700, 5, 1024, 130)

@@ -68,14 +68,12 @@ class Run:
         return last
 
     def kill(self) -> None:
-        """Kill the ranks and whatever they started."""
         ranks = [rank.pid for binding in self.of(BindingRecord) for rank in binding.ranks]
         for pid in {*ranks, self._process.pid}:
             os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the records of a kind of this attempt."""
         return [each for each in of_kind(self.directory, kind) if each.attempt == self.attempt]
 
     def is_writing(self) -> bool:

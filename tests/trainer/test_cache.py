@@ -35,7 +35,6 @@ def rows_file(
 
 
 def folders_of(folder: Path, *specs: RunSpec) -> set[Path]:
-    """Return the entries that these specs have in one cache."""
     return {prepare(spec, folder / "cache") for spec in specs}
 
 
@@ -78,22 +77,14 @@ def test_the_width_of_rows_is_foretold(micro_batch: str) -> None:
     assert shares[int(micro_batch)] == pytest.approx(np.mean(widths) / 64, rel=0.02)
 
 
-def test_other_data_or_options_are_another_entry(tmp_path: Path) -> None:
+def test_other_data_names_or_options_are_another_entry(tmp_path: Path) -> None:
     path = rows_file(tmp_path)
-    changes: list[dict[str, str]] = [{"loss": "all"}, {"sequence_length": "64"}, {}]
-    changes.append({"split": "train[:2]"})
-    options = [
-        spec_of(path, **{f"data__{name}": value for name, value in change.items()})
-        for change in changes
-    ]
-    other = spec_of(rows_file(tmp_path, name="other.jsonl", output="Other"))
-    assert len(folders_of(tmp_path, *options, other)) == 5
-
-
-def test_the_same_values_under_other_names_are_another_entry(tmp_path: Path) -> None:
+    options = {"data__loss": "all", "data__sequence_length": "64", "data__split": "train[:2]"}
+    specs = [spec_of(path), *(spec_of(path, **{name: options[name]}) for name in options)]
+    specs.append(spec_of(rows_file(tmp_path, name="other.jsonl", output="Other")))
     rows = {"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}
-    one, other = (spec_of(lines(tmp_path, [row], f"{n}.jsonl")) for n, row in enumerate(rows))
-    assert len(folders_of(tmp_path, one, other)) == 2
+    specs += [spec_of(lines(tmp_path, [row], f"{n}.jsonl")) for n, row in enumerate(rows)]
+    assert len(folders_of(tmp_path, *specs)) == 7
 
 
 def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> None:

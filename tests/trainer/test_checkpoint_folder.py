@@ -25,8 +25,8 @@ from so_tui_trainer.checkpoint_folder import _verify, claim, newest, set_all_asi
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
-from tests.support.named_runs import named_run
-from tests.support.problems import coded
+from tests.support.problems import coded, raising
+from tests.support.records import named_run
 
 
 def spec_in(folder: Path, keep: int = 2) -> RunSpec:
@@ -138,7 +138,6 @@ def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> N
 
 
 def damage(path: Path, **values: Any) -> None:
-    """Replace values of a JSON file."""
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | values))
 
 
@@ -262,12 +261,9 @@ def test_an_unremovable_checkpoint_is_no_error(
     spec = tiny(checkpoint__keep="1")
     folder, own = claimed(tmp_path, spec)
     written(folder, 3, own, spec)
-
-    def held(path: Path) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
-
+    held = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", held)
+        patched.setattr(shutil, "rmtree", raising(held))
         assert written(folder, 4, own, spec).name == "step-000004"
         checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert [path.name for path in checkpoint_folders(folder)] == ["step-000004"]

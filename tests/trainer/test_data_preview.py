@@ -26,12 +26,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def look(**changes: str) -> tuple[DataPreview, list[Progress]]:
-    *progress, last = preview_data(tiny(**changes), 4)
-    assert isinstance(last, DataPreview)
-    return last, [event for event in progress if isinstance(event, Progress)]
-
-
 @pytest.mark.slow
 def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) -> None:
     answers = ("An answer. " * (n + 1) for n in range(30))
@@ -39,11 +33,10 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     other = lines(
         tmp_path, [{"messages": turns("Hi.", said)} for said in ("Hello.", "")], "few.jsonl"
     )
-    preview, progress = look(
-        data__source=f'[{{source = "{one}", weight = 3}}, {{source = "{other}"}}]',
-        data__format="auto",
-        data__sequence_length="64",
-    )
+    mixture = f'[{{source = "{one}", weight = 3}}, {{source = "{other}"}}]'
+    *progress, preview = preview_data(spec_of(mixture, data__sequence_length="64"), 4)
+    assert isinstance(preview, DataPreview)
+    assert isinstance(progress[-1], Progress)
     assert progress[-1].done_rows == progress[-1].total_rows == 32
     assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
     many, few = preview.sources

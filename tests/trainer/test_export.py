@@ -74,20 +74,17 @@ def base_model(folder: Path) -> None:
 
 
 def with_model(**model: object) -> RunSpec:
-    """Return the tiny preset, whose model is changed."""
     spec = tiny(data__sequence_length="128")
     return replace(spec, model=replace(spec.model, **model))
 
 
 def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:
-    """Export a checkpoint of a model in a folder."""
     checkpoint_of(model, spec, folder / "checkpoint")
     export(folder / "checkpoint", folder / "model", "r", spec)
     return folder / "model"
 
 
 def told(run: RunDirectory, folder: Path) -> list[dict[str, Any]]:
-    """Return what the export of a run answers."""
     return list(_export_run({"run": str(run.path), "to": str(folder / "model")}))
 
 

@@ -297,8 +297,6 @@ def trained() -> TrainedModel:
 
 @pytest.fixture
 def asked(trained: TrainedModel, single_rank: Ranks) -> Callable[[RunSpec], Asked]:
-    """Ask the prompts of a spec."""
-
     def ask(prompts: RunSpec) -> Asked:
         return Prompts(prompts, single_rank, end_to_end=False).ask(trained, attempt=1, step=7)
 

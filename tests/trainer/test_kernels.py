@@ -60,7 +60,6 @@ def _restored() -> Iterator[None]:
 
 
 def replaced(model: nn.Module) -> set[str]:
-    """Names of the classes and functions that were replaced."""
     classes = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
     rotary = vars(importlib.import_module(type(model).__module__)).get("apply_rotary_pos_emb")
     return classes | ({"apply_rotary_pos_emb"} if isinstance(rotary, partial) else set())

@@ -39,12 +39,6 @@ def built(config: dict[str, Any]) -> PreTrainedModel:
     return causal
 
 
-def mixture(name: str) -> PreTrainedModel:
-    full = load_catalog().presets[name].spec.model.config
-    left_out = ("rope_scaling", "rope_parameters", "layer_types")
-    return built({key: SMALL.get(key, full[key]) for key in full if key not in left_out})
-
-
 REFERENCE: Any = load_balancing_loss_func
 """transformers', whose annotation allows one layer only."""
 
@@ -52,7 +46,9 @@ REFERENCE: Any = load_balancing_loss_func
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Policy) -> None:
-    causal = mixture(name)
+    full = load_catalog().presets[name].spec.model.config
+    left_out = ("rope_scaling", "rope_parameters", "layer_types")
+    causal = built({key: SMALL.get(key, full[key]) for key in full if key not in left_out})
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="100"), 0)
     batch = next(batches.micro_batches(1))
@@ -89,33 +85,26 @@ def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Po
         )
 
 
-def watched(causal: PreTrainedModel, router: RouterLoss, **options: Any) -> tuple[Tensor, Any]:
-    """Return the loss of 40 tokens, and what the model returns."""
-    with torch.no_grad(), router.watching() as logits:
-        output = causal.get_submodule("model")(input_ids=torch.arange(5, 45)[None], **options)
-    return router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40, output
-
-
 def test_router_loss_finds_logits_that_come_second() -> None:
     """Llama 4's returns the scores of the chosen experts first."""
-    causal = built(another("llama4_text").config)
-    found, output = watched(causal, RouterLoss(causal, 0.5), output_router_logits=True)
+    causal: Any = built(another("llama4_text").config)
+    router, ids = RouterLoss(causal, 0.5), torch.arange(5, 45)[None]
+    with torch.no_grad(), router.watching() as logits:
+        output = causal.model(input_ids=ids, output_router_logits=True)
     layers = tuple(layer.reshape(-1, 4) for layer in output.router_logits)
+    found = router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40
     torch.testing.assert_close(found, REFERENCE(layers, 4, 1))
 
 
-def hunyuan(chosen: int | list[int]) -> PreTrainedModel:
-    names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window")
-    shape = {key: value for key, value in SMALL.items() if key not in names}
-    return built(shape | {"model_type": "hunyuan_v1_moe", "moe_topk": chosen})
-
-
 def test_models_without_experts_or_with_odd_routers_are_refused() -> None:
-    """JetMoE's are recorded in several ways."""
+    """JetMoE's are recorded in several ways, and HunYuan's may choose another number each."""
     with rejected("no-experts"):
         tiny(train__router_loss_coefficient="0.001")
-    dense, jetmoe = (built(config) for config in (tiny().model.config, another("jetmoe").config))
-    for causal in (dense, jetmoe, hunyuan([1, 2, 2])):
+    names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window")
+    shape = {key: value for key, value in SMALL.items() if key not in names}
+    hunyuan = shape | {"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2, 2]}
+    for config in (tiny().model.config, another("jetmoe").config, hunyuan):
+        causal = built(config)
         with rejected("model-without-routers"):
             RouterLoss(causal, 0.001)
 

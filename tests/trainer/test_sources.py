@@ -305,8 +305,5 @@ def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> No
     for name, code in (("config", "files-missing"), ("absent", "folder-missing")):
         folder = str(tmp_path / name)
         problem = source_refusal(rows, tmp_path, model__tokenizer=folder)
-        assert (problem.code, problem.field, problem.value) == (
-            f"tokenizer-{code}",
-            "model.tokenizer",
-            folder,
-        )
+        assert problem.code == f"tokenizer-{code}"
+        assert (problem.field, problem.value) == ("model.tokenizer", folder)

@@ -37,7 +37,6 @@ step = partial(step_record, mfu=None, gradient_norm=None)
 
 
 def content(folder: Path) -> bytes:
-    """Return the content of the one event file."""
     (path,) = folder.glob("events.out.tfevents.*")
     return path.read_bytes()
 

@@ -1,15 +1,16 @@
-"""Files that others may have written or can read."""
+"""Files that others may have written or can read, and how long it takes to decode them."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.faults import shim
+from so_tui.trust.decoding import DEEPEST, TooDeepError, decode_json
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
@@ -22,6 +23,7 @@ from so_tui.trust.files import (
     read_bounded,
     umask_of,
 )
+from tests.support.python_path import printed
 
 
 def test_only_a_file_of_ones_own_is_trusted(tmp_path: Path) -> None:
@@ -94,15 +96,8 @@ def test_replaced_file_is_read_again(tmp_path: Path) -> None:
     path.write_text("{}")
     path.chmod(0o600)
     faults.replace_while_read(str(path))
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(path)],
-        env=os.environ | faults.environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == "{b'{}'}\n"
+    read = printed("-c", READ, str(path), env=os.environ | faults.environment())
+    assert read == "{b'{}'}\n"
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -116,3 +111,27 @@ def test_mode_of_a_run_ignores_the_umask(umask: int, tmp_path: Path) -> None:
             assert (is_shared(run), umask_of(run)) == (shared, of_files)
     finally:
         os.umask(before)
+
+
+BRACKETS = b"[" + b"{}," * DEEPEST
+"""So many that their nesting is looked at."""
+
+
+def seconds(content: bytes) -> float:
+    began = time.process_time()
+    with pytest.raises(msgspec.DecodeError):
+        decode_json(content, object)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("part", [b'\\"', b"\\\\", b'"\\"'])
+def test_a_string_without_an_end_takes_no_longer_than_its_length(part: bytes) -> None:
+    """Read again from each of its quotes, it would take half a minute for 50 kB."""
+    assert seconds(BRACKETS + b'"' + part * 50_000) < 5
+
+
+def test_brackets_in_strings_are_not_nesting() -> None:
+    text = "[{" * DEEPEST + '"\\'
+    assert decode_json(msgspec.json.encode([text, {}]), object) == [text, {}]
+    with pytest.raises(TooDeepError):
+        decode_json(msgspec.json.encode(text) + b"[" * (DEEPEST + 1), object)

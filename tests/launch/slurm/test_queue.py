@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import pytest
@@ -27,10 +26,11 @@ from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write
 from so_tui.runs.listing import delete_run
 from so_tui.runs.records import OutcomeCode, RunState
 from tests.support.launching import tiny
-from tests.support.problems import rejected
+from tests.support.problems import raising, rejected
 from tests.support.records import change_state
 
 pytestmark = pytest.mark.usefixtures("_cluster")
+AWAY = raising(SlurmError("Slurm did not answer within 20 s"))
 SUBMITTED = Submission(
     job_id="7", cluster="here", partition="gh", site="generic", poll_s=30, submitted=0.0
 )
@@ -67,10 +67,6 @@ class Queue:
 
     def state(self) -> RunState:
         return current_state(self.run)
-
-
-def away(*_: object) -> NoReturn:
-    raise SlurmError("Slurm did not answer within 20 s")
 
 
 @pytest.fixture
@@ -133,7 +129,7 @@ def test_heartbeat_decides_in_silence(slurm: Queue, monkeypatch: pytest.MonkeyPa
     slurm.submit(poll_s=1)
     slurm.says("RUNNING")
     assert slurm.state().state == "queued"
-    monkeypatch.setattr(client, "own_jobs", away)
+    monkeypatch.setattr(client, "own_jobs", AWAY)
     time.sleep(1.1)
     assert slurm.state().state == "queued"  # silence ends nothing
     slurm.trains()
@@ -205,7 +201,7 @@ def test_unsubmitted_run_is_lost(slurm: Queue) -> None:
 
 def test_run_without_scheduler_ends(slurm: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should its job start all the same, it is refused."""
-    monkeypatch.setattr(client, "cluster_name", away)
+    monkeypatch.setattr(client, "cluster_name", AWAY)
     with rejected("run-may-be-live"):
         stop(slurm.run)
     assert read_state(slurm.run).state == "queued"

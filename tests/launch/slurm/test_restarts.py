@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -24,7 +23,7 @@ from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import OutcomeCode, RunState
 from tests.support.launching import tiny
-from tests.support.problems import rejected
+from tests.support.problems import raising, rejected
 from tests.support.records import change_state
 
 pytestmark = pytest.mark.usefixtures("_cluster")
@@ -147,11 +146,7 @@ def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
 
 def test_dequeued_run_is_not_continued(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm was away when the person stopped the run, and starts its job again all the same."""
-
-    def away() -> NoReturn:
-        raise SlurmError("no answer")
-
-    monkeypatch.setattr(client, "own_jobs", away)
+    monkeypatch.setattr(client, "own_jobs", raising(SlurmError("no answer")))
     change_state(run, state="stopped", code=OutcomeCode.STOPPED)
     write_state(run, queued_state(read_state(run)))
     assert stop(run, assume_dead=True).state == "stopped"

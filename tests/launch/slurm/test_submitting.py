@@ -21,6 +21,7 @@ from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, read_spec, read_state
 from so_tui.spec import SoTuiError
 from tests.support.launching import tiny
+from tests.support.problems import raising
 from tests.support.records import change_state
 
 pytestmark = pytest.mark.usefixtures("_cluster")
@@ -94,12 +95,8 @@ def test_refusal_changes_nothing(
     fails: str, stopped: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs of a cluster without a name could be neither watched nor cancelled."""
-
-    def fail(*_: object) -> NoReturn:
-        raise SlurmError("refused, or no answer within 20 s")
-
     launch, before = prepare_resume(stopped, inspect_machine()), read_state(stopped)
-    monkeypatch.setattr(client, fails, fail)
+    monkeypatch.setattr(client, fails, raising(SlurmError("no answer")))
     with pytest.raises(SlurmError):
         resume(stopped, launch)
     assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))
