@@ -120,9 +120,8 @@ def small_mixture(**changes: str) -> RunSpec:
 
 @pytest.mark.slow
 def test_a_mixture_trains_with_its_router_loss_recorded(tmp_path: Path) -> None:
-    settings = {"train__steps": "4", "train__router_loss_coefficient": "0.1"}
-    settings |= {"gpus": "1", "checkpoint__at_end": "false"}
-    run, code = train(small_mixture(**settings), tmp_path)
+    spec = small_mixture(train__steps="4", gpus="1", checkpoint__at_end="false")
+    run, code = train(spec.changed("train", router_loss_coefficient=0.1), tmp_path)
     assert code == 0, log(run)
     steps = of_kind(run, StepRecord)
     assert len(steps) == 4
