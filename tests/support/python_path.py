@@ -6,11 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
+
+from so_tui.machine.types import version_numbers
 
 ROOT = Path(__file__).parents[2]
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install")
 """Arguments of Python that install packages."""
+
+
+def older_than(package: str, *oldest: int) -> pytest.MarkDecorator:
+    """Skip where a package is older, and does not do what a test asks of it."""
+    found = version_numbers(version(package))
+    return pytest.mark.skipif(found < oldest, reason=f"{package} is too old")
 
 
 def python_path(*first: Path | str) -> str:
