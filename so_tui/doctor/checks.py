@@ -89,7 +89,7 @@ class CheckContext:
     plan: Plan | None = None
     """The run that is to start; None checks the machine without a run."""
     files: SystemFiles = NO_FILES
-    """System files of this host; ``NO_FILES`` if the machine is another one."""
+    """System files of this host; ``NO_FILES`` if the machine is a different one."""
     environment: Environment = field(default_factory=dict)
     health: tuple[GpuHealth, ...] = ()
     checkpoints: Path | None = None

@@ -173,8 +173,8 @@ def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
 
 
 def chosen_gpus(machine: Machine, gpus: Gpus) -> tuple[Gpu, ...]:
-    """Return the whole GPUs of a count (the first ones) or of these indices, in index order. Those
-    that are not there are left out.
+    """Return the first whole GPUs of a count, or those of these indices, in index order, without
+    missing ones.
     """
     whole = whole_gpus(machine)
     if isinstance(gpus, int):

@@ -121,9 +121,7 @@ def _written_ns(path: Path) -> int:
 
 
 ROWS = 4_000
-"""Rows of a curve from which on they are combined: half as many are more than a terminal has
-dots.
-"""
+"""Most rows of the curve of an ended run: half as many are more than a terminal has dots."""
 READ_S = 1.0
 """How long one look at a run may take: others wait."""
 SPARK_COLUMNS = 12

@@ -32,7 +32,7 @@ from so_tui_trainer.tools.describe_model import describe
 from tests.support.launching import tiny
 from tests.support.models import MULTIMODAL, ONE_OF_EACH, causal_model, load_pretrained, saved
 from tests.support.problems import refusal
-from tests.support.python_path import older_than, printed
+from tests.support.python_path import printed
 
 LAYOUT = {
     "llama": "model.layers.0.mlp.gate_proj.weight",
@@ -202,7 +202,6 @@ def described(folder: Path, **config: object) -> tuple[ModelSpec, list[str]]:
     return msgspec.convert(answer["model"], ModelSpec), answer["notes"]
 
 
-@older_than("transformers", 5, 10)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", sorted(MULTIMODAL.keys() - LANGUAGE.keys()))
 def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:

@@ -273,12 +273,7 @@ def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "row", "column"),
     [
-        pytest.param(
-            f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}',
-            2,
-            "output",
-            marks=older_than("datasets", 4, 8),
-        ),
+        (f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}', 2, "output"),
         ('{"instruction": {"a": 1}, "output": "b"}', 1, "instruction"),
         (NARRATOR, 2, "messages[0].role"),
         ('{"messages": [{"speaker": "a", "words": "b"}]}', 1, "messages[0]"),

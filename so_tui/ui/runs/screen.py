@@ -180,8 +180,8 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
     def _read_curves(self, rows: list[RunRow]) -> None:
-        """Read on where one look is not enough for a long run: the list itself may not change for
-        hours.
+        """Read the curves, and long ones on until they are whole: nothing else would ask for them
+        again while the list stays as it is.
         """
         worker = get_current_worker()
         while rows and self.is_current and not worker.is_cancelled:

@@ -361,7 +361,8 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
     if not columns_file.is_file():
         try:
             return _read_verbatim(source, *what, **options)
-        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        # datasets before 4.8 raises KeyError where a column has values of several kinds.
+        except (datasets.exceptions.DatasetGenerationError, ValueError, KeyError) as error:
             config = datasets.load_dataset_builder(*what, **options).config
             if type(config).__name__ != "JsonConfig":
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
@@ -168,7 +169,9 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored
     # must not be lost. Where that is not the default, as in Qwen3.5, the folder says so, and it may
     # say it of the whole only.
-    said = not getattr(type(config), "tie_word_embeddings", True)
+    # transformers before 5.10 has the default in the signature and not in the class.
+    signed = signature(type(config)).parameters.get("tie_word_embeddings")
+    said = not getattr(type(config), "tie_word_embeddings", signed.default if signed else True)
     text.tie_word_embeddings = bool(
         config.tie_word_embeddings and (said or text.tie_word_embeddings)
     )
