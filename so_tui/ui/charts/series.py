@@ -167,7 +167,7 @@ def _reduce(pick: Callable[..., float], values: Sequence[float], several: int) -
 
 
 _MOST_AVERAGED = 1_000
-"""Records in a mean."""
+"""Most records in a mean."""
 
 
 class _TrailingMean:
@@ -177,7 +177,7 @@ class _TrailingMean:
 
     def __init__(self, span: int) -> None:
         self._span = span
-        # A run resumed with a longer interval of records has its span, and many records in it.
+        # The span follows the newest interval between records; older records may be denser.
         self._steps: deque[float] = deque(maxlen=_MOST_AVERAGED)
         self._values: deque[float] = deque(maxlen=_MOST_AVERAGED)
         """Finite ones of the last steps."""
