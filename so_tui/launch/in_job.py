@@ -45,7 +45,7 @@ from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import readable_json
-from so_tui.trust.files import umask_of
+from so_tui.trust.folders import umask_of
 
 # A job that Slurm starts again: after its node has failed, when it has given way to another job,
 # or because it asked for that.

@@ -27,7 +27,7 @@ from so_tui.spec import Problem, Refusal, Refused
 from so_tui.spec.check import write_atomic
 from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.decoding import readable_json
-from so_tui.trust.files import private_folder
+from so_tui.trust.folders import private_folder
 from so_tui.trust.text import so_tui_command
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from so_tui.folders import Environment, compiled_folder, host_folder
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Cpus, Nodes, Software, version_numbers
-from so_tui.trust.files import distrust_of_folder, private_folder
+from so_tui.trust.files import distrust_of_folder
+from so_tui.trust.folders import private_folder
 from so_tui.trust.text import quoted
 
 # Folders from which torch, DeepSpeed, Triton, CUDA and transformers run code that was compiled or

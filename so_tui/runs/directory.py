@@ -32,11 +32,9 @@ from so_tui.trust.files import (
     NotOwnError,
     distrust_of_file,
     distrust_of_folder,
-    is_shared,
-    make_run_folder,
     read_bounded,
-    umask_of,
 )
+from so_tui.trust.folders import is_shared, make_run_folder, umask_of
 from so_tui.trust.text import printable_line, quoted
 from so_tui.units import thousands
 

@@ -42,7 +42,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
-from so_tui.trust.files import GROUP, VARIABLE, make_run_folder
+from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder
 from so_tui.trust.text import printable_line
 
 LATEST = "latest"

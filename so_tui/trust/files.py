@@ -7,10 +7,13 @@ Links are not followed: a link in a folder that others can write could lead anyw
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Callable
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -102,12 +105,6 @@ def _despite_replacement(read: Callable[[], bytes]) -> bytes:
     return read()
 
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-"""With an access control list the group bits are its mask, so a right that a list gives shows here
-too.
-"""
-
-
 class Distrust(StrEnum):
     """Why a file or folder does not count as this user's own."""
 
@@ -159,34 +156,58 @@ def _read_own(path: Path) -> bytes:
             raise NotOwnError(path, Distrust.WRONG_KIND) from error
         raise
     with os.fdopen(descriptor, "rb") as file:
-        distrust = _distrust_of(os.fstat(descriptor), stat.S_IFREG)
+        distrust = distrust_of(descriptor, stat.S_IFREG)
         if distrust is not None:
             raise NotOwnError(path, distrust)
         return file.read()
 
 
-def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can open, or check that an existing one belongs to this
-    user, and return it.
+def distrust_of(descriptor: int, kind: int) -> Distrust | None:
+    """Return why an open file or folder is not this user's own; None if it is.
 
-    Others lose their rights to read an existing folder of this user. Missing parents are made
-    private, too.
-
-    Raises:
-        NotOwnError: Something else has the name: a link, another user's folder, or one that others
-            can write.
-        OSError: It cannot be made.
+    Args:
+        descriptor: What was opened; ``O_PATH`` is enough.
+        kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``.
     """
-    if not path.parent.exists():
-        private_folder(path.parent)
+    return _distrust_of(os.fstat(descriptor), kind, descriptor)
+
+
+def others_can_write(found: os.stat_result, file: Path | int) -> bool:
+    """Return whether another user than this one and root may write a file or folder.
+
+    A group that is this user's alone counts as the user: with a umask of 002, as many systems have
+    it, everything is writable for it. A group counts as that if it has the user's name and no other
+    member; whose primary group one of another name is, a directory service may not tell.
+
+    Args:
+        found: Its state.
+        file: Its path or descriptor.
+    """
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    if not found.st_mode & stat.S_IWGRP:
+        return False
+    # With an access control list the group bits are its mask, and other users may be in it.
+    return not _has_no_other_member(found.st_gid) or _has_access_list(file)
+
+
+@cache
+def _has_no_other_member(gid: int) -> bool:
     try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        if (distrust := distrust_of_folder(path)) is not None:
-            raise NotOwnError(path, distrust) from None
-        if stat.S_IMODE(path.lstat().st_mode) & 0o077:
-            path.chmod(0o700)
-    return path
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
+
+
+def _has_access_list(file: Path | int) -> bool:
+    # A descriptor that was opened with O_PATH has no attributes of its own.
+    path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
+    try:
+        os.getxattr(path, "system.posix_acl_access")
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.ENOTSUP)
+    return True
 
 
 def _distrust(path: Path, kind: int) -> Distrust | None:
@@ -196,55 +217,14 @@ def _distrust(path: Path, kind: int) -> Distrust | None:
         return Distrust.MISSING
     except OSError:
         return Distrust.UNREADABLE
-    return _distrust_of(found, kind)
+    return _distrust_of(found, kind, path)
 
 
-def _distrust_of(found: os.stat_result, kind: int) -> Distrust | None:
+def _distrust_of(found: os.stat_result, kind: int, file: Path | int) -> Distrust | None:
     if stat.S_IFMT(found.st_mode) != kind:
         return Distrust.WRONG_KIND
     if found.st_uid != os.geteuid():
         return Distrust.OTHER_OWNER
-    if found.st_mode & _OTHERS_WRITE:
+    if others_can_write(found, file):
         return Distrust.OTHERS_CAN_WRITE
     return None
-
-
-# Who may read what a run writes: its owner alone, or the owner's group with
-# ``SO_TUI_SHARE=group``. Only the owner may write.
-#
-# The mode of the run folder records the choice for later attempts and other processes.
-
-
-VARIABLE = "SO_TUI_SHARE"
-GROUP = "group"
-_SHARED_FOLDER = 0o750
-
-
-def is_shared(folder: Path) -> bool:
-    """Return whether a run folder is shared with its owner's group.
-
-    Raises:
-        OSError: There is no such folder.
-    """
-    return stat.S_IMODE(folder.stat().st_mode) == _SHARED_FOLDER
-
-
-def make_run_folder(folder: Path, *, shared: bool) -> None:
-    """Create a run folder with the modes that were chosen, whatever the umask is.
-
-    Raises:
-        FileExistsError: Another process was first.
-        OSError: It cannot be made.
-    """
-    folder.mkdir(mode=0o700)
-    if shared:
-        folder.chmod(_SHARED_FOLDER)
-
-
-def umask_of(folder: Path) -> int:
-    """Return the umask of the processes that write into a run folder.
-
-    Raises:
-        OSError: There is no such folder.
-    """
-    return 0o027 if is_shared(folder) else 0o077

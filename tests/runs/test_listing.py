@@ -31,7 +31,7 @@ from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.files import is_shared
+from so_tui.trust.folders import is_shared
 from tests.support.hostile_files import full_disk
 from tests.support.problems import raising, refusal, rejected
 from tests.support.records import change_state, named_run

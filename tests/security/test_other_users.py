@@ -60,7 +60,7 @@ from so_tui.machine import inspect_machine
 from so_tui.runs import create_run, new_attempt
 from so_tui.runs.records import PhaseRecord
 from so_tui.spec import find_preset
-from so_tui.trust.files import umask_of
+from so_tui.trust.folders import umask_of
 from tests.support.records import append_records, change_state
 launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
 run = create_run(launch.spec, Path(sys.argv[1]))

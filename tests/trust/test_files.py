@@ -13,15 +13,10 @@ from benchmarks.faults import shim
 from so_tui.trust.decoding import DEEPEST, TooDeepError, decode_json
 from so_tui.trust.files import (
     Distrust,
-    NotOwnError,
     UnfitFileError,
     distrust_of_file,
     distrust_of_folder,
-    is_shared,
-    make_run_folder,
-    private_folder,
     read_bounded,
-    umask_of,
 )
 from tests.support.python_path import printed
 
@@ -31,7 +26,7 @@ def test_only_a_file_of_ones_own_is_trusted(tmp_path: Path) -> None:
     path.write_text("")
     link.symlink_to(path)
     os.mkfifo(pipe)
-    for mode, distrust in ((0o644, None), (0o664, Distrust.OTHERS_CAN_WRITE)):
+    for mode, distrust in ((0o644, None), (0o666, Distrust.OTHERS_CAN_WRITE)):
         path.chmod(mode)
         assert distrust_of_file(path) is distrust
     for wrong in (link, pipe, tmp_path):
@@ -42,22 +37,6 @@ def test_only_a_file_of_ones_own_is_trusted(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         os.chown(path, 61_000, 61_000)
         assert distrust_of_file(path) is Distrust.OTHER_OWNER
-
-
-def test_a_private_folder_is_made_and_an_open_one_closed(tmp_path: Path) -> None:
-    made = private_folder(tmp_path / "a" / "b")
-    assert [path.stat().st_mode & 0o777 for path in (made, made.parent)] == [0o700, 0o700]
-    made.chmod(0o755)
-    assert private_folder(made).stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(tmp_path)
-    made.chmod(0o777)
-    for path, distrust in (
-        (made, Distrust.OTHERS_CAN_WRITE),
-        (tmp_path / "link", Distrust.WRONG_KIND),
-    ):
-        with pytest.raises(NotOwnError) as error:
-            private_folder(path)
-        assert error.value.distrust is distrust
 
 
 def test_only_regular_files_are_read_up_to_their_limit(tmp_path: Path) -> None:
@@ -98,19 +77,6 @@ def test_replaced_file_is_read_again(tmp_path: Path) -> None:
     faults.replace_while_read(str(path))
     read = printed("-c", READ, str(path), env=os.environ | faults.environment())
     assert read == "{b'{}'}\n"
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_mode_of_a_run_ignores_the_umask(umask: int, tmp_path: Path) -> None:
-    before = os.umask(umask)
-    try:
-        for shared, mode, of_files in ((False, 0o700, 0o077), (True, 0o750, 0o027)):
-            run = tmp_path / str(shared)
-            make_run_folder(run, shared=shared)
-            assert run.stat().st_mode & 0o777 == mode
-            assert (is_shared(run), umask_of(run)) == (shared, of_files)
-    finally:
-        os.umask(before)
 
 
 BRACKETS = b"[" + b"{}," * DEEPEST

@@ -27,7 +27,7 @@ from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
 from so_tui.trust.decoding import readable_json
-from so_tui.trust.files import private_folder
+from so_tui.trust.folders import private_folder
 from so_tui.trust.text import brief_line, brief_message, quoted
 
 # A job as Slurm's commands list it.

@@ -40,7 +40,8 @@ from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import decode_toml
-from so_tui.trust.files import NotOwnError, private_folder, read_own
+from so_tui.trust.files import NotOwnError, read_own
+from so_tui.trust.folders import private_folder
 from so_tui.units import duration
 
 # Batch scripts that the user changes in an editor, as ``git commit`` does with messages. A changed

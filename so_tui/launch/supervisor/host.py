@@ -45,7 +45,8 @@ from so_tui.runs.records import Sample
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL
 from so_tui.spec import Refused
-from so_tui.trust.files import NotOwnError, distrust_of_folder, private_folder
+from so_tui.trust.files import NotOwnError, distrust_of_folder
+from so_tui.trust.folders import private_folder
 from so_tui.trust.text import recordable
 
 # The nodes of a run as one of them sees them: its number, and where the ranks of all nodes meet.

@@ -19,7 +19,8 @@ from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.plan import Launch
 from so_tui.spec import Refusal, Refused
-from so_tui.trust.files import NotOwnError, private_folder
+from so_tui.trust.files import NotOwnError
+from so_tui.trust.folders import private_folder
 
 
 class HostDiffersError(Refused):

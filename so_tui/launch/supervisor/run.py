@@ -50,7 +50,8 @@ from so_tui.runs.records import (
 from so_tui.runs.state import failures, read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
-from so_tui.trust.files import Distrust, distrust_of_file, umask_of
+from so_tui.trust.files import Distrust, distrust_of_file
+from so_tui.trust.folders import umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
 #

@@ -1,0 +1,237 @@
+"""Open a folder once and judge what was opened: whose it is, who else can write in it, and who can
+exchange it for another one.
+
+A path says nothing for long: whoever can rename a folder above can put another one there between a
+check and a use. What a run executes is therefore read through a descriptor that was judged, or
+compared with a hash of what was read before.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from so_tui.trust.files import (
+    Distrust,
+    NotOwnError,
+    UnfitFileError,
+    distrust_of,
+    distrust_of_folder,
+    others_can_write,
+)
+
+_MOST_LINKS = 40
+"""As many as Linux follows in one path."""
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An open folder. What is in it is opened relative to it, and never through a link.
+
+    Close it, or use it in a ``with`` statement.
+    """
+
+    path: Path
+    """Its name, for messages."""
+    descriptor: int
+    exchangeable_in: Path | None
+    """The nearest folder above in which other users can rename what the path names, and so
+    exchange this folder for another one; None if nobody can.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    @property
+    def distrust(self) -> Distrust | None:
+        """Why it is not this user's own; None if it is. Others may be able to read it."""
+        return distrust_of(self.descriptor, stat.S_IFDIR)
+
+    @property
+    def owner(self) -> int:
+        """The user id of its owner."""
+        return os.fstat(self.descriptor).st_uid
+
+    def distrust_of(self, name: str, kind: int) -> Distrust | None:
+        """Return why something in it is not this user's own; None if it is.
+
+        Args:
+            name: Its path below this folder.
+            kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``.
+        """
+        try:
+            descriptor = self._opened(name, os.O_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            return Distrust.MISSING
+        except OSError:
+            return Distrust.UNREADABLE
+        try:
+            return distrust_of(descriptor, kind)
+        finally:
+            os.close(descriptor)
+
+    def open(self, name: str) -> int:
+        """Open a regular file in it for reading, and return the descriptor.
+
+        Raises:
+            UnfitFileError: It is a link, a folder, a pipe, a socket or a device.
+            OSError: It cannot be opened.
+        """
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        descriptor = self._opened(name, os.O_RDONLY | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UnfitFileError(self.path / name, "not-a-file", 0)
+        return descriptor
+
+    def names(self, name: str = ".") -> list[str]:
+        """Return the names in it, or in a folder below it, in order. Raises OSError."""
+        descriptor = self._opened(name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return sorted(os.listdir(descriptor))  # noqa: PTH208 - a Path cannot name it
+        finally:
+            os.close(descriptor)
+
+    def _opened(self, name: str, flags: int) -> int:
+        """Open what is at a path below this folder; a link on the way, or at its end, is not
+        followed.
+        """
+        *folders, last = Path(name).parts or (".",)
+        if ".." in (*folders, last) or name.startswith("/"):
+            raise ValueError(f"{name} leads out of the folder")
+        at = self.descriptor
+        try:
+            for part in folders:
+                below = os.open(part, _FOLDER, dir_fd=at)
+                if at != self.descriptor:
+                    os.close(at)
+                at = below
+            return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        finally:
+            if at != self.descriptor:
+                os.close(at)
+
+
+def open_folder(path: Path) -> Folder:
+    """Open a folder, and judge every folder above it on the way.
+
+    Links of this user and of root are followed, and the folders to which they lead are judged.
+
+    Raises:
+        NotOwnError: A link on the way belongs to another user.
+        OSError: There is no such folder, or it cannot be entered.
+    """
+    left = list(reversed(path.absolute().parts))
+    at, here, links = os.open("/", _FOLDER), Path("/"), 0
+    exchangeable_in: Path | None = None
+    try:
+        while left:
+            part = left.pop()
+            if part == "/":
+                os.close(at)
+                at, here = os.open("/", _FOLDER), Path("/")
+                continue
+            found = os.stat(part, dir_fd=at, follow_symlinks=False)
+            if _others_can_rename(at, found.st_uid):
+                exchangeable_in = here
+            if stat.S_ISLNK(found.st_mode):
+                links += 1
+                if found.st_uid not in (os.geteuid(), 0) or links > _MOST_LINKS:
+                    raise NotOwnError(here / part, Distrust.OTHER_OWNER)
+                left += reversed(Path(os.readlink(part, dir_fd=at)).parts)
+                continue
+            below = os.open(part, _FOLDER, dir_fd=at)
+            os.close(at)
+            at, here = below, here / part
+    except BaseException:
+        os.close(at)
+        raise
+    return Folder(path, at, exchangeable_in)
+
+
+def _others_can_rename(descriptor: int, owner: int) -> bool:
+    """Return whether another user than this one and root can rename what a user owns in an open
+    folder. The owner of a sticky folder can, too.
+    """
+    trusted, folder = (os.geteuid(), 0), os.fstat(descriptor)
+    return folder.st_uid not in trusted or (
+        others_can_write(folder, descriptor)
+        and not (folder.st_mode & stat.S_ISVTX and owner in trusted)
+    )
+
+
+# Folders that so-tui makes. Nobody else can open them, whatever the umask is, unless the user
+# shares runs.
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can open, or check that an existing one belongs to this
+    user, and return it.
+
+    Others lose their rights to read an existing folder of this user. Missing parents are made
+    private, too.
+
+    Raises:
+        NotOwnError: Something else has the name: a link, another user's folder, or one that others
+            can write.
+        OSError: It cannot be made.
+    """
+    if not path.parent.exists():
+        private_folder(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if (distrust := distrust_of_folder(path)) is not None:
+            raise NotOwnError(path, distrust) from None
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077:
+            path.chmod(0o700)
+    return path
+
+
+# Who may read what a run writes: its owner alone, or the owner's group with
+# ``SO_TUI_SHARE=group``. Only the owner may write.
+#
+# The mode of the run folder records the choice for later attempts and other processes.
+
+
+VARIABLE = "SO_TUI_SHARE"
+GROUP = "group"
+_SHARED_FOLDER = 0o750
+
+
+def is_shared(folder: Path) -> bool:
+    """Return whether a run folder is shared with its owner's group.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    return folder.stat().st_mode & 0o777 == _SHARED_FOLDER
+
+
+def make_run_folder(folder: Path, *, shared: bool) -> None:
+    """Create a run folder with the modes that were chosen, whatever the umask is. A shared one
+    keeps the setgid bit of the folder above, so that its files belong to the project's group.
+
+    Raises:
+        FileExistsError: Another process was first.
+        OSError: It cannot be made.
+    """
+    folder.mkdir(mode=0o700)
+    if shared:
+        folder.chmod(_SHARED_FOLDER | folder.stat().st_mode & stat.S_ISGID)
+
+
+def umask_of(folder: Path) -> int:
+    """Return the umask of the processes that write into a run folder.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    return 0o027 if is_shared(folder) else 0o077
