@@ -98,6 +98,18 @@ def host_folder() -> Path:
     return Path(f"/tmp/so-tui-{os.getuid()}")
 
 
+UNCACHED_COMPILERS = {
+    "TORCH_NO_COMPILER_WRAPPER": "1",
+    "CCACHE_DISABLE": "1",
+    "CCACHE_CONFIGPATH": "/dev/null",
+    "SCCACHE_RECACHE": "1",
+}
+"""Variables with which no compiler takes what it returns from a cache or its configuration, where
+others may have put it: torch, and Debian's PATH, put ccache before the compiler. What is compiled
+is kept in the folders above.
+"""
+
+
 def _home(variable: str, default: str, environment: Environment) -> Path:
     """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
     base = Path(environment.get(variable, ""))
