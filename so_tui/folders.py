@@ -18,9 +18,11 @@ def state_home() -> Path:
     return _home("XDG_STATE_HOME", ".local/state", os.environ)
 
 
-def cache_home() -> Path:
-    """Return so-tui's folder in the XDG cache folder. Its content may be deleted at any time."""
-    return _home("XDG_CACHE_HOME", ".cache", os.environ)
+def cache_home(environment: Environment = os.environ) -> Path:
+    """Return so-tui's folder in the XDG cache folder of a process with this environment. Its
+    content may be deleted at any time.
+    """
+    return _home("XDG_CACHE_HOME", ".cache", environment)
 
 
 def builtin_folder() -> Path:
@@ -81,14 +83,14 @@ def known_runs_dirs() -> tuple[Path, ...]:
 
 def kernel_folder(environment: Environment) -> Path:
     """Return the folder of the compiled CPU Adam kernels for a process with this environment."""
-    return _home("XDG_CACHE_HOME", ".cache", environment) / "kernels"
+    return cache_home(environment) / "kernels"
 
 
 def compiled_folder(environment: Environment) -> Path:
     """Return the folder of what torch, Triton and others compile, for a process with this
     environment.
     """
-    return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
+    return cache_home(environment) / "compiled"
 
 
 def host_folder() -> Path:

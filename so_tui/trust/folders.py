@@ -21,6 +21,7 @@ from so_tui.trust.files import (
     NotOwnError,
     UnfitFileError,
     distrust_of,
+    distrust_of_folder,
     others_can_write,
 )
 
@@ -50,6 +51,11 @@ class Folder:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
+
+    @property
+    def at(self) -> Path:
+        """A path that leads here in this process alone, whatever has the folder's name by now."""
+        return Path(f"/proc/self/fd/{self.descriptor}")
 
     @property
     def distrust(self) -> Distrust | None:
@@ -121,6 +127,17 @@ class Folder:
                 os.close(at)
 
 
+def open_named(path: Path) -> Folder:
+    """Open the folder that has a name now, wherever links above it lead: one that is known by its
+    owner and by what is in it, so that it does not matter who can exchange it.
+
+    Raises:
+        OSError: There is no such folder, it cannot be entered, or its last name is a link
+            (``ENOTDIR``).
+    """
+    return Folder(path, os.open(path, _FOLDER), path.parent)
+
+
 def open_folder(path: Path) -> Folder:
     """Open a folder, and judge every folder above it on the way.
 
@@ -190,15 +207,23 @@ def private_folder(path: Path) -> Path:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
-        descriptor = os.open(path, _FOLDER)
+        folder = open_named(path)
     except NotADirectoryError as error:
         raise NotOwnError(path, Distrust.WRONG_KIND) from error
-    with Folder(path, descriptor, None) as folder:
+    with folder:
         if (distrust := folder.distrust) is not None:
             raise NotOwnError(path, distrust)
-        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
-            os.chmod(f"/proc/self/fd/{descriptor}", 0o700)  # noqa: PTH101 - what was opened
+        if stat.S_IMODE(os.fstat(folder.descriptor).st_mode) & 0o077:
+            folder.at.chmod(0o700)
     return path
+
+
+def is_own_place(path: Path) -> bool:
+    """Return whether a folder, or the nearest one above it that exists, is this user's own."""
+    found = path.resolve()
+    while not os.path.lexists(found):
+        found = found.parent
+    return distrust_of_folder(found) is None
 
 
 # Folders from which code is loaded by path. Whoever can exchange one of them, or a folder above
@@ -281,6 +306,21 @@ def make_run_folder(folder: Path, *, shared: bool) -> None:
     folder.mkdir(mode=0o700)
     if shared:
         folder.chmod(_SHARED_FOLDER | folder.stat().st_mode & stat.S_ISGID)
+
+
+def close_to_group(path: Path) -> bool:
+    """Take the right to write in a folder of this user from the group, which earlier versions left
+    to the umask, and return whether it had that right.
+
+    Raises:
+        OSError: There is no such folder, or it cannot be changed.
+    """
+    with open_named(path) as folder:
+        mode = os.fstat(folder.descriptor).st_mode
+        if folder.distrust is not Distrust.OTHERS_CAN_WRITE or mode & stat.S_IWOTH:
+            return False
+        folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
+        return True
 
 
 def umask_of(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -160,16 +161,20 @@ print(subprocess.run(["ccache", "-s", "-v"], capture_output=True, text=True).std
     source = folder / "source.cpp"
     source.write_text("int main() { return 0; }\n")
     machine.owner.give(folder)
-    argv = (machine.owner.interpreter, "-P", "-c", compiling)
+
+    def compile_it(how: str) -> subprocess.CompletedProcess[str]:
+        argv = (machine.owner.interpreter, "-P", "-c", compiling, how, str(source))
+        return machine.owner.run(*argv, timeout_s=60.0, umask=0o022, **variables)
+
     for _ in range(2):
-        done = machine.owner.run(*argv, "uncached", str(source), **variables)
+        done = compile_it("uncached")
         assert done.returncode == 0, done.stderr
         assert [path.name for path in shared.rglob("*") if path.is_file()] == (
             ["ccache.conf"] if how == "configuration" else []
         )
     assert not ran.exists()
     # Without the variables the shared cache is used: the attack is a real one.
-    machine.owner.run(*argv, "cached", str(source), **variables)
+    compile_it("cached")
     assert ran.exists() if how == "configuration" else list(shared.iterdir())
 
 

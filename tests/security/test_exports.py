@@ -28,7 +28,7 @@ import sys
 import msgspec
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.model.foreign import without_links
+from so_tui_trainer.foreign import without_links
 try:
     with without_links(msgspec.json.decode(sys.argv[1], type=ModelSpec)) as model:
         print(load_tokenizer(model).chat_template)
@@ -72,7 +72,7 @@ def loaded(machine: SharedMachine, model: ModelSpec, **variables: str) -> str:
     """Return the chat template of a tokenizer that the owner loads, or the code of the refusal."""
     user = machine.owner
     argv = (user.interpreter, "-P", "-c", LOAD, msgspec.json.encode(model).decode())
-    done = user.run(*argv, timeout_s=LIMIT_S, HF_HUB_OFFLINE="1", **variables)
+    done = user.run(*argv, timeout_s=LIMIT_S, umask=0o022, HF_HUB_OFFLINE="1", **variables)
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stdout
     return done.stdout.strip()

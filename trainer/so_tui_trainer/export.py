@@ -28,8 +28,8 @@ from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.foreign import without_links
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.foreign import without_links
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
     DEFAULT_ATTENTION,

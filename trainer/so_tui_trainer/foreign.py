@@ -1,5 +1,7 @@
-"""Read the small files of a model's folder that others can write: a link there may lead to a
-private file of this user, and what is read ends up in an export.
+"""Read what others can write: folders of models and data, and caches that a site shares.
+
+A link there may lead to a private file of this user, and what is read ends up in an export. What
+others prepared may be anything.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,10 +18,23 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from so_tui.spec import ModelSpec, first_line, resolve_source
+from so_tui.folders import cache_home
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
-from so_tui.trust.files import UnfitFileError, others_can_write
-from so_tui.trust.folders import Folder, open_folder
+from so_tui.trust.files import (
+    Distrust,
+    NotOwnError,
+    UnfitFileError,
+    distrust_of_folder,
+    others_can_write,
+)
+from so_tui.trust.folders import (
+    Folder,
+    close_to_group,
+    is_own_place,
+    open_folder,
+    private_folder,
+)
 from so_tui_trainer.hub import UNWANTED, WANTED
 
 _SMALL = tuple(pattern for pattern in WANTED if pattern != "*.safetensors")
@@ -144,3 +160,75 @@ def open_within(folder: Folder, name: str) -> int:
         os.close(descriptor)
         raise UnfitFileError(folder.path / name, "not-a-file", 0)
     return descriptor
+
+
+def link_elsewhere(folder: Path) -> Path | None:
+    """Return a link in a folder by which another user leads this one to files of somebody else;
+    None if there is none.
+    """
+    left, seen = [folder], set[tuple[int, int]]()
+    while left:
+        at = left.pop()
+        for path in sorted(at.iterdir()):
+            link = path.lstat()
+            try:
+                found = path.stat()
+            except OSError:  # it leads nowhere
+                continue
+            is_theirs = stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0)
+            if is_theirs and found.st_uid != link.st_uid:
+                return path
+            place = (found.st_dev, found.st_ino)
+            if stat.S_ISDIR(found.st_mode) and place not in seen:
+                seen.add(place)
+                left.append(path)
+    return None
+
+
+def datasets_cache() -> Path:
+    """Return the folder in which ``datasets`` keeps the rows that it has prepared: the given one if
+    nobody else can write there, else one of this user. Downloads stay where the hub's client has
+    them. Raises as ``own_entry``.
+    """
+    import datasets
+
+    given = Path(datasets.config.HF_DATASETS_CACHE)
+    return given if is_own_place(given) else own_entry(cache_home(), "datasets")
+
+
+def own_entry(root: Path, name: str) -> Path:
+    """Return the path of an entry in a cache of this user, which is made private if necessary.
+
+    Raises:
+        InputError: The cache cannot be made or written, or it or the entry is not this user's own
+            (``cache-unwritable``).
+    """
+    try:
+        if root.is_dir():
+            close_to_group(root)
+        entry = private_folder(root) / name
+        # Nobody else can reach it now, whatever its mode is.
+        if (distrust := distrust_of_folder(entry)) in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
+            raise NotOwnError(entry, distrust)
+    except NotOwnError as error:
+        raise reject(
+            "cache-unwritable",
+            "XDG_CACHE_HOME",
+            str(error.path),
+            f"does not belong to you alone ({error.distrust}), so what is in it is not used",
+            "Remove it, or set XDG_CACHE_HOME to a folder of your own.",
+        ) from error
+    except OSError as error:
+        raise unwritable(root, error) from error
+    return entry
+
+
+def unwritable(folder: Path, error: OSError) -> InputError:
+    """Return the error of a cache that cannot be written."""
+    return reject(
+        "cache-unwritable",
+        "XDG_CACHE_HOME",
+        str(folder),
+        f"cannot be written ({error.strerror})",
+        "Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
+    )
