@@ -253,7 +253,7 @@ def code_folder(path: Path, name: str, host: Path) -> Path:
 
     Args:
         path: The folder.
-        name: What the one of this host is called.
+        name: The name of the one of this host, below ``compiled``.
         host: This user's folder for what belongs to this host alone.
 
     Raises:

@@ -75,7 +75,7 @@ class _HubCache:
             or home / "hub"
         ).expanduser()
         given = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
-        # The trainer reads no rows that others may have prepared.
+        # The trainer does not read rows that others may have prepared.
         self.datasets = given if is_own_place(given) else cache_home(environment) / "datasets"
 
     def snapshot(self, name: str, revision: str) -> Path | None:

@@ -241,7 +241,7 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
             "data-link-leads-out",
             "data.source",
             source.source,
-            f"{link} is another user's link to files that are not theirs",
+            f"{link} is another user's link to somebody else's files",
             "Copy what you want to train on into a folder of your own.",
         )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
