@@ -165,9 +165,7 @@ class Watch:
             if not self._limits.fixed:
                 allowed += _PROCESS_BYTES * (len(pids) - 1)
             if (taken := sum(map(_own_bytes, pids))) > allowed:
-                words = (
-                    f"took {significant(taken / 1e9)} GB of memory, more than its process may have"
-                )
+                words = f"took {significant(taken / 1e9)} GB of memory, more than it may"
                 value = round(allowed / 1e9, 1)
                 self._reached = self._problem("helper-memory-limit", "memory_gb", value, words)
             elif os.fstat(self._log.fileno()).st_size > _LARGEST_LOG_BYTES:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 import so_tui
@@ -29,7 +30,7 @@ from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.foreign import without_links
-from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.config import load_config, stored_config
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
     DEFAULT_ATTENTION,
@@ -378,6 +379,7 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
 
     factory: Any = AutoModelForCausalLM
     try:
+        stored_config(replace(model, id=str(folder)))
         causal: PreTrainedModel = factory.from_pretrained(
             folder,
             dtype=torch.bfloat16,
@@ -386,6 +388,8 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )
+    except InputError:
+        raise
     # A damaged folder raises whatever it leads to, also errors of other packages.
     except Exception as error:
         raise reject(

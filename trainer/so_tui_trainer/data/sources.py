@@ -55,13 +55,15 @@ LONGEST_ROW_BYTES = 32 << 20
 MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
 MOST_COLUMNS = 2_000
-"""Of a table, or keys of a row. Wide tables with text have some hundred."""
+"""Of a table, or keys in rows, nested ones too. Wide tables with text have some hundred."""
 MOST_FILES = 10_000
 """Files and folders in a folder of data."""
 MOST_TIMES = 100
 """How often larger than its file the content of a compressed one may be. Text is some ten times as
 large. Content up to ``_CHECKED_BYTES`` is not judged.
 """
+_SCHEMA_BYTES = 10 << 20
+"""What ``datasets`` takes the columns of JSON from."""
 _CHECKED_ROWS = 5_000_000
 """Lines that are looked at one by one."""
 _LONGEST_LIST_BYTES = 256 << 20
@@ -162,17 +164,21 @@ def _refuse_columns(count: int, name: str) -> None:
             "data-too-many-columns",
             "data.source",
             name,
-            f"has {thousands(count)} columns or keys in a row; the limit is "
+            f"has {thousands(count)} columns or keys in its rows; the limit is "
             f"{thousands(MOST_COLUMNS)}",
             "Write a file with the columns that are trained on.",
         )
 
 
-def _keys(value: Any) -> int:
-    """Return the most keys that an object in a row has."""
+def _add_keys(value: Any, path: tuple[str, ...], found: set[tuple[str, ...]]) -> None:
+    """Add the path of each key in a row."""
     if isinstance(value, dict):
-        return max(len(value), *map(_keys, value.values()), 0)
-    return max(map(_keys, value), default=0) if isinstance(value, list) else 0
+        for name, inner in value.items():
+            found.add(here := (*path, name))
+            _add_keys(inner, here, found)
+    elif isinstance(value, list):
+        for inner in value:
+            _add_keys(inner, path, found)
 
 
 def _ending(path: Path) -> str:
@@ -190,6 +196,7 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
         is_table: Whether it is CSV or TSV, where only the first line has the columns.
     """
     checked_bytes = row = 0
+    keys: set[tuple[str, ...]] = set()
     while (
         checked_bytes < _CHECKED_BYTES
         and row < _CHECKED_ROWS
@@ -234,9 +241,10 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
             )
-        if line.count(b":") > MOST_COLUMNS:
+        if checked_bytes <= _SCHEMA_BYTES:
             with suppress(ValueError):  # the reader says what is wrong
-                _refuse_columns(_keys(json.loads(line)), name)
+                _add_keys(json.loads(line), (), keys)
+            _refuse_columns(len(keys), name)
 
 
 def _is_deep(text: bytes) -> bool:
@@ -502,6 +510,7 @@ def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
                 if not isinstance(row, dict):
                     raise bad_row("data-row-not-object", name, number, "is not a JSON object")
                 found |= dict.fromkeys(row)
+                _refuse_columns(len(found), name)
     return list(found)
 
 
