@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +23,7 @@ from so_tui.runs.lock import ended_state, evidence
 from so_tui.runs.records import FINAL_STATES, RunState, State
 from so_tui.runs.results import (
     RESULTS,
+    ReadingTime,
     RunResults,
     differing,
     ordered,
@@ -75,9 +78,10 @@ def compare(arguments: Namespace) -> int:
     specs = {run: read_spec(run) for run in found}
     settings = {run: values_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
+    reading = ReadingTime(each_s=_COMPARED_S)
     compared = ComparedRuns(
         tuple(
-            _compared(run, spec, {key: settings[run].get(key, "") for key in keys})
+            _compared(run, spec, {key: settings[run].get(key, "") for key in keys}, reading)
             for run, spec in specs.items()
         )
     )
@@ -85,10 +89,13 @@ def compare(arguments: Namespace) -> int:
         print_json(compared)
     else:
         _print(compared)
+    _say_what_was_not_read(run.results for run in compared.runs)
     return 0
 
 
-def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> ComparedRun:
+def _compared(
+    run: RunDirectory, spec: RunSpec, settings: dict[str, str], reading: ReadingTime
+) -> ComparedRun:
     state = read_state(run)
     return ComparedRun(
         name=run.name,
@@ -96,7 +103,7 @@ def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> Com
         state=state.state,
         step=state.step,
         settings=settings,
-        results=results_of(read_all(run), spec, state.total_steps),
+        results=results_of(read_all(run, reading.left_s), spec, state.total_steps),
         notes=read_notes(run),
     )
 
@@ -108,7 +115,7 @@ def _print(compared: ComparedRuns) -> None:
     table = plain_table("", *(printable_line(run.name) for run in compared.runs))
     table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
     for key, name in RESULTS.items():
-        cells = [result_text(run.results, key) for run in compared.runs]
+        cells = [_marked(run.results, key) for run in compared.runs]
         if any(cells):
             table.add_row(name, *cells)
     for key in compared.runs[0].settings:
@@ -193,8 +200,15 @@ class Runs(Struct, frozen=True):
 
     runs: tuple[ListedRun, ...]
     """Newest first."""
+    unread: int = 0
+    """Older runs, which are missing because reading all would have taken too long."""
 
 
+_RUN_S = 2.0
+"""How long the metrics of a listed run may take. Mostly the end of its last segment suffices."""
+_COMPARED_S = 20.0
+"""The same of compared runs, which are read whole."""
+_CUT = "*"
 _ROOM_FOR_START = 110
 """Width of a terminal in which the table has start times."""
 
@@ -214,16 +228,21 @@ def runs(arguments: Namespace) -> int:
     from so_tui.settings_file import load_settings
 
     rows = []
-    own_processes = OwnProcesses()
-    for run in list_runs(arguments.runs_dir):
+    own_processes, reading = OwnProcesses(), ReadingTime(each_s=_RUN_S)
+    found = list_runs(arguments.runs_dir)
+    unread = len(found)
+    for run in found:
+        if not reading.left_s:
+            break
+        unread -= 1
         ensure_supervised(run, own_processes)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
-            rows.append(_Row(run, state, _results(run, state)))
+            rows.append(_Row(run, state, _results(run, state, reading.left_s)))
     sort = arguments.sort or load_settings().settings.runs.sort
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
-        print_json(Runs(tuple(_listed(*row) for row in rows)))
+        print_json(Runs(tuple(_listed(*row) for row in rows), unread))
     elif not rows and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
     elif not rows:
@@ -231,7 +250,19 @@ def runs(arguments: Namespace) -> int:
     else:
         whys = [f"{row.run.name}: {why}" for row in rows if (why := _why(row.state))]
         print_rich(_table(rows, sort), *(f"\n{brief_message(why)}" for why in whys))
+    _say_what_was_not_read((row.results for row in rows), unread)
     return 0
+
+
+def _say_what_was_not_read(results: Iterable[RunResults], unread: int = 0) -> None:
+    """Say on stderr how many runs were not read whole, and how many older ones not at all."""
+    cut = sum(not each.whole for each in results)
+    if cut:
+        told = f"{plural(cut, 'run')} marked {_CUT} would have taken too long to read whole"
+        print(f"so-tui: {told}: results are of what was read", file=sys.stderr)
+    if unread:
+        told = f"{plural(unread, 'older run')} would have taken too long to read and are not listed"
+        print(f"so-tui: {told}. Name a folder of fewer with --runs-dir", file=sys.stderr)
 
 
 def _text_of(row: _Row, key: str) -> str:
@@ -246,11 +277,16 @@ def _text_of(row: _Row, key: str) -> str:
     return spec.label if spec is not None else ""
 
 
-def _results(run: RunDirectory, state: RunState) -> RunResults:
+def _results(run: RunDirectory, state: RunState, limit_s: float) -> RunResults:
     try:
-        return recent_results(run, readable_spec(run), state.total_steps)
+        return recent_results(run, readable_spec(run), state.total_steps, limit_s)
     except OSError:
         return RunResults()  # deleted meanwhile, or unreadable
+
+
+def _marked(results: RunResults, key: str) -> str:
+    """Return a result as it is shown; the loss has a mark if the run was not read whole."""
+    return result_text(results, key) + (_CUT if key == "loss" and not results.whole else "")
 
 
 def _table(rows: list[_Row], sort: str) -> Table:
@@ -259,7 +295,7 @@ def _table(rows: list[_Row], sort: str) -> Table:
     """
 
     def results(key: str) -> list[str]:
-        return [result_text(row.results, key) for row in rows]
+        return [_marked(row.results, key) for row in rows]
 
     states = [row.state for row in rows]
     columns = {

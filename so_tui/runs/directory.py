@@ -10,7 +10,6 @@ RUN/ run.json  spec.json  state.json  notes.json  answers.json
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 import uuid
@@ -32,6 +31,7 @@ from so_tui.trust.files import (
     NotOwnError,
     distrust_of_file,
     distrust_of_folder,
+    names_in,
     read_bounded,
 )
 from so_tui.trust.folders import is_shared, make_run_folder, umask_of
@@ -126,7 +126,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        names = _names(self.attempts_dir)
+        names = names_in(self.attempts_dir)
         return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
@@ -134,15 +134,14 @@ class RunDirectory:
         folder = self.attempt_dir(attempt)
         return {
             name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
-            for name in _names(folder)
+            for name in sorted(names_in(folder))
             if name.startswith(_OUTPUT) and name.endswith(_LOG)
         }
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
-        return tuple(
-            name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES)
-        )
+        names = sorted(names_in(self.path))
+        return tuple(name.removeprefix(_SAMPLES) for name in names if name.startswith(_SAMPLES))
 
 
 def new_attempt(run: RunDirectory) -> int:
@@ -172,14 +171,6 @@ def deleted(run: RunDirectory) -> bool:
     except OSError:
         return False
     return False
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        # Polled once a second: a Path for each name is too slow.
-        return sorted(os.listdir(folder))  # noqa: PTH208
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _in_name(host: str) -> str:
@@ -222,16 +213,9 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing.
     Raises OSError if it cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = [
-                entry.name
-                for entry in entries
-                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    return tuple(folder / name for name in sorted(names, key=step_of))
+    found = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
+    found = [path for path in found if path.is_dir() and not path.is_symlink()]
+    return tuple(sorted(found, key=lambda path: step_of(path.name)))
 
 
 def step_of(name: str) -> int:
