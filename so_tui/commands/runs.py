@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
-from so_tui.runs.directory import refuse_another_users
+from so_tui.runs.directory import refuse_another_users, saved_on_disk
 from so_tui.runs.export import export_metrics
 from so_tui.runs.listing import RunNotes, changed_tags, read_notes, write_notes
-from so_tui.runs.liveness import sighting
+from so_tui.runs.liveness import sighting, suspended
 from so_tui.runs.lock import ended_state, evidence
-from so_tui.runs.records import FINAL_STATES, RunState, State
+from so_tui.runs.records import FINAL_STATES, Process, RunState, State
 from so_tui.runs.results import (
     RESULTS,
     ReadingTime,
@@ -40,7 +40,7 @@ from so_tui.spec.errors import reject, shown
 from so_tui.trust.streams import console
 from so_tui.trust.text import brief_line, brief_message, printable_line
 from so_tui.ui.form import values_of
-from so_tui.units import plural, thousands
+from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -356,6 +356,25 @@ def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRu
     )
 
 
+class _Waiting:
+    """Says what a stop waits for."""
+
+    def __init__(self) -> None:
+        self.line = ProgressLine()
+        self._suspended: Process | None = None
+
+    def say(self, state: RunState, left_s: float) -> None:
+        """Say how long it may take, on a terminal, and name a process that stands still once."""
+        found = suspended(state)
+        if found != self._suspended and found is not None:
+            self.line.clear()
+            who = f"its {found.role} (pid {found.pid}) is suspended and does nothing"
+            print(f"so-tui: {who}: `kill -CONT {found.pid}` lets it go on", file=sys.stderr)
+        self._suspended = found
+        doing = f"{state.state} at step {thousands(state.step)}"
+        self.line.show(f"{doing}; waiting for its end, at most {duration(left_s)} more")
+
+
 def stop(arguments: Namespace) -> int:
     """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended
     otherwise.
@@ -383,10 +402,15 @@ def stop(arguments: Namespace) -> int:
             print_note(f"{run.name} {evidence(state, seen)}")
         if state.state != "queued":
             print_note(f"asked {run.name} to stop; waiting for its checkpoint")
-        state = stop_run(run, grace_s=arguments.grace)
-        if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
-            ended_state(run)  # refuses it, and says what was seen
+        waiting = _Waiting()
+        state = stop_run(run, grace_s=arguments.grace, waiting=waiting.say)
+        waiting.line.clear()
         step = state.saved_step
+        if state.state not in FINAL_STATES:
+            if not sighting(run, state).by_processes:
+                ended_state(run)  # refuses it, and says what was seen
+            # Nobody may have recorded what was saved since.
+            step = saved_on_disk(run, readable_spec(run), state)
         saved = ", nothing was saved" if step is None else f", step {thousands(step)} is saved"
     ended = f"{state.state} at step {thousands(state.step)}{saved}"
     print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))

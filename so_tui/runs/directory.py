@@ -23,7 +23,7 @@ from msgspec import Struct
 import so_tui
 from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import Refusal, Refused
+from so_tui.spec.errors import Problem, Refusal, Refused
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import (
@@ -35,7 +35,7 @@ from so_tui.trust.files import (
     read_bounded,
 )
 from so_tui.trust.folders import is_shared, make_run_folder, umask_of
-from so_tui.trust.text import printable_line, quoted
+from so_tui.trust.text import printable_line, quoted, so_tui_command
 from so_tui.units import thousands
 
 _SAMPLES = "samples."
@@ -218,24 +218,34 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(found, key=lambda path: step_of(path.name)))
 
 
+def saved_on_disk(run: RunDirectory, spec: RunSpec | None, state: RunState) -> int | None:
+    """Return the step of the newest checkpoint of a run that nobody records at the moment; None if
+    it has none.
+    """
+    folders = checkpoint_folders(checkpoints_folder(run, spec)) if spec is not None else ()
+    return step_of(folders[-1].name) if folders else state.saved_step
+
+
 def step_of(name: str) -> int:
     """Return the step in a checkpoint's name."""
     return int(name.removeprefix("step-"))
 
 
-def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Refusal | None:
+def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Problem | None:
     """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a
     file system that is not mounted.
     """
     folder = checkpoints_folder(run, spec)
     if state.saved_step is None or checkpoint_folders(folder):
         return None
-    command = quoted("so-tui", "resume", run.name, "--start-over")
-    there = (
-        f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
+    command = so_tui_command("resume", run.name, "--start-over")
+    return Problem(
+        "checkpoint-missing",
+        "run",
+        run.name,
+        f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there",
+        f"Mount its file system, or train from step 0 again: {command}",
     )
-    message = f"{there}. Mount its file system, or train from step 0 again: {command}"
-    return Refusal("checkpoint-missing", message)
 
 
 # Write the small files of a run directory.

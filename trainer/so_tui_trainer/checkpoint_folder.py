@@ -39,7 +39,7 @@ from so_tui.runs.directory import (
 from so_tui.spec import RunSpec
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import UnfitFileError, distrust_of_folder, read_bounded
-from so_tui.trust.text import brief_message
+from so_tui.trust.text import brief_message, so_tui_command
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 from superoffload import OffloadError
@@ -171,8 +171,8 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
                     "checkpoint-read-failed",
                     f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
                     "It is left as it is",
-                    "Resume when its file system answers. Should that be never, move it away, and "
-                    "an older checkpoint is used.",
+                    "Resume when its file system answers. Should that be never, move it away: an "
+                    "older checkpoint is used then, or `--start-over` trains from step 0 again.",
                 ) from error
         time.sleep(pause_s)
 
@@ -285,16 +285,17 @@ def _taken(folder: Path, why: str) -> TrainingError:
     return TrainingError(
         "checkpoint-folder-taken",
         f"checkpoint.folder: {folder} {why}",
-        "Set `checkpoint.folder` to another folder, or move that one away.",
+        "Move it away, or start a new run with another `checkpoint.folder`.",
     )
 
 
-def newest(folder: Path, run: str = "") -> Found | None:
+def newest(folder: Path, run: str = "", name: str = "RUN") -> Found | None:
     """Return the newest readable checkpoint of a run; None if it has no checkpoint at all.
 
     Args:
         folder: The folder of its checkpoints.
         run: Its identity; empty for a run of an older version.
+        name: What it is called, for messages.
 
     Raises:
         TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), or
@@ -307,7 +308,7 @@ def newest(folder: Path, run: str = "") -> Found | None:
             manifest = _read_with_retries(_verify, path)
         except (OSError, msgspec.DecodeError, OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
-                return newest(folder, run)
+                return newest(folder, run, name)
             damaged.append(
                 Damage(
                     path,
@@ -328,7 +329,8 @@ def newest(folder: Path, run: str = "") -> Found | None:
         raise TrainingError(
             "checkpoints-unreadable",
             f"none of the checkpoints in {folder} can be used ({reasons})",
-            "Another version of so-tui may have written them. Move them elsewhere to start anew.",
+            "Another version of so-tui may have written them, and can read them. Otherwise "
+            f"`{so_tui_command('resume', name, '--start-over')}` trains from step 0 again",
         )
     return None
 
