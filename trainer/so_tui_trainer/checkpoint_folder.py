@@ -37,6 +37,7 @@ from so_tui.runs.directory import (
     step_of,
 )
 from so_tui.spec import RunSpec
+from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import UnfitFileError, distrust_of_folder, read_bounded
 from so_tui.trust.text import brief_message, so_tui_command
@@ -256,7 +257,8 @@ def claim(run: RunDirectory, spec: RunSpec) -> Path:
     unnamed.mkdir(mode=0o750)
     try:
         if run.manifest_path.exists():
-            shutil.copyfile(run.manifest_path, unnamed / _MARK)
+            mark = read_bounded(run.manifest_path, _SMALL_BYTES)
+            write_atomic(unnamed / _MARK, mark, mode=0o666)
         unnamed.rename(folder)
     except OSError:
         shutil.rmtree(unnamed, ignore_errors=True)
@@ -457,7 +459,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         if path.is_file()
     }
     checksums = {
-        name: zlib.crc32((partial / name).read_bytes())
+        name: zlib.crc32(read_bounded(partial / name, _SMALL_BYTES))
         for name, size in written.items()
         if size <= _SMALL_BYTES
     }
