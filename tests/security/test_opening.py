@@ -16,6 +16,8 @@ COPIES = ("copy", "copyfile", "copy2", "copytree", "copyfileobj", "move")
 """Functions of ``shutil``."""
 JUDGED = ("open_descriptor", "open_folder")
 """What is opened through these is judged."""
+OF_FOLDERS = ("folder.open", "opened.open", "self.folder.open")
+"""A ``Folder`` opens what is in it; a path of a folder opens nothing."""
 KERNELS = ("/proc", "/sys", "proc/", "sys/")
 """How paths begin that the kernel alone writes."""
 
@@ -59,6 +61,7 @@ ALLOWED = {
     "trainer/so_tui_trainer/data/sources.py:_separator": LIBRARY,
     "trainer/so_tui_trainer/data/tokens.py:_Worker.work": EMPTY,
     "trainer/so_tui_trainer/export.py:replacing": EMPTY,
+    "trainer/so_tui_trainer/foreign.py:_copy": EMPTY,
     "trainer/so_tui_trainer/model/stored.py:_write_file": EMPTY,
     "trainer/so_tui_trainer/model/stored.py:_write_rest": EMPTY,
     "trainer/so_tui_trainer/model/weights.py:prepare_weights": "a lock in the user's own cache",
@@ -80,7 +83,7 @@ def test_what_opens_a_file_by_name_is_found() -> None:
 from pathlib import Path
 HERE = Path(__file__).with_name("data.toml")
 def package(): HERE.read_bytes(), Path(f"/proc/{1}/stat").read_text(), os.open(n, f, dir_fd=3)
-def judged(): os.fdopen(open_descriptor(path), "rb"), FileIO(open_descriptor(path)), text.copy()
+def judged(): folder.open("name"), os.fdopen(open_descriptor(path), "rb"), text.copy()
 def a(): open(path)
 class B:
     def b(self): json.load(Path(path).open())
@@ -136,6 +139,8 @@ def _opens(call: ast.Call, package: set[str]) -> bool:
     else:
         opens = isinstance(function, ast.Name) and function.id in OPENERS
     if not opens or any(keyword.arg == "dir_fd" for keyword in call.keywords):
+        return False
+    if ast.unparse(function) in OF_FOLDERS:
         return False
     for node in ast.walk(call):
         if isinstance(node, ast.Name) and node.id in (*package, *JUDGED, "__file__"):
