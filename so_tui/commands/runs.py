@@ -207,7 +207,7 @@ class Runs(Struct, frozen=True):
 _RUN_S = 2.0
 """How long the metrics of a listed run may take. Mostly the end of its last segment suffices."""
 _COMPARED_S = 20.0
-"""The same of compared runs, which are read whole."""
+"""How long the metrics of a compared run may take. All of them are read."""
 _CUT = "*"
 _ROOM_FOR_START = 110
 """Width of a terminal in which the table has start times."""

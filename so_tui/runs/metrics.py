@@ -103,7 +103,7 @@ class _Segment:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unread = False
-        """Whether it is an earlier one that is not read to its end."""
+        """Whether it is an earlier one with an unread rest."""
         self.offset = 0
         self.attempt = 0
         self.events: list[MetricRecord] = []

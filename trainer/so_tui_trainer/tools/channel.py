@@ -187,6 +187,14 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
             error.reason,
             error.suggestion,
         ) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise reject(
+            "unreadable-run",
+            "run",
+            run.name,
+            f"its checkpoints cannot be told from another's: run.json cannot be read ({error})",
+            "Check that this is the folder of a run, and that its file system answers.",
+        ) from error
     if found is None:
         if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
             raise InputError([missing])
