@@ -178,15 +178,7 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     from so_tui_trainer.failures import TrainingError
 
     try:
-        found = newest(checkpoints_folder(run, spec), run_id(run), run.name)
-    except TrainingError as error:
-        raise reject(
-            error.code,
-            "run",
-            run.name,
-            error.reason,
-            error.suggestion,
-        ) from error
+        identity = run_id(run)
     except (OSError, msgspec.DecodeError) as error:
         raise reject(
             "unreadable-run",
@@ -194,6 +186,16 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
             run.name,
             f"its checkpoints cannot be told from another's: run.json cannot be read ({error})",
             "Check that this is the folder of a run, and that its file system answers.",
+        ) from error
+    try:
+        found = newest(checkpoints_folder(run, spec), identity, run.name)
+    except TrainingError as error:
+        raise reject(
+            error.code,
+            "run",
+            run.name,
+            error.reason,
+            error.suggestion,
         ) from error
     if found is None:
         if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
