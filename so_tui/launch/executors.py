@@ -42,11 +42,12 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
             or supervised(state)
         ):
             return False
+        if not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
+            return False
         # An OSError is a full disk: the next call tries again.
         with contextlib.suppress(OSError, Refused), own_run(run) as own:
-            if (own_processes or OwnProcesses()).carry(markers(own, state.attempt)):
-                Executor().start(own, state.attempt)
-                return True
+            Executor().start(own, state.attempt)
+            return True
     return False
 
 

@@ -93,6 +93,7 @@ class Scene:
             if not path.is_symlink():
                 path.chmod(0o777 if path.is_dir() else 0o666)
         self.machine.owner.give(folder)
+        folder.chmod(0o755)
         return run
 
     def own(self, **claims: Any) -> RunDirectory:
