@@ -156,7 +156,7 @@ def _start(
     }
     variables = command.apply(here.environment, os.environ) | (simulated if nodes.count > 1 else {})
     variables.pop("CUDA_VISIBLE_DEVICES", None)
-    make_code_folders(variables)
+    variables |= make_code_folders(variables)
     with run.log_path(attempt, f"node{nodes.node}").open("wb") as log:
         return subprocess.Popen(
             here.argv, env=variables, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -15,13 +15,12 @@ import pwd
 import re
 import shutil
 import stat
-from contextlib import suppress
 
 from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.folders import known_runs_dirs
 from so_tui.machine.host import cpu_quota, cpu_ranges, process_limit
 from so_tui.machine.system_files import SystemFiles
-from so_tui.trust.folders import GROUP, VARIABLE, open_folder
+from so_tui.trust.folders import GROUP, VARIABLE, exchangeable_in
 from so_tui.trust.text import printable_line, quoted
 from so_tui.units import GIB, KIB, memory_size, page_size, plural
 
@@ -366,12 +365,8 @@ def _check_folders_of_runs(context: CheckContext) -> Findings:
     """
     if not (context.is_this_host and context.files.live):
         return
-    where: dict[str, None] = {}
-    for path in known_runs_dirs():
-        with suppress(OSError), open_folder(path.resolve()) as folder:
-            at = path if folder.others_can_rename else folder.exchangeable_in
-            where |= {str(at): None} if at else {}
-    if where:
+    found = {exchangeable_in(path.resolve() / "run") for path in known_runs_dirs()}
+    if where := sorted(map(str, found - {None})):
         shared = context.environment.get(VARIABLE) == GROUP
         yield finding(
             "runs-exchangeable-shared" if shared else "runs-exchangeable",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from so_tui.folders import Environment
+from so_tui.folders import UNCACHED_COMPILERS, Environment, compiled_folder
 from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
 from so_tui.machine.software import code_folders
 from so_tui.machine.types import Machine, Software, version_numbers
@@ -22,6 +22,7 @@ from so_tui.plan.binding import core_list, uses_numactl
 from so_tui.plan.plan import Plan, Variable
 from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.folders import exchangeable_in
 from so_tui.trust.text import brief_message, without_credentials
 
 # Lines in a supervisor's own log, which is its stderr.
@@ -284,8 +285,12 @@ def _changes(
     folder, path = str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")
     threads = str(_rank_threads(plan))
     compiled = code_folders(inherited, several_hosts=several)
+    above = exchangeable_in(compiled_folder(inherited))
+    shared = f", on this host, as others can rename folders in {above}" if above else ""
     given = {
-        name: f"; others can open {inherited[name]}" for name in compiled if inherited.get(name)
+        name: f"; others can open or exchange {inherited[name]}"
+        for name in compiled
+        if inherited.get(name)
     }
     theirs = plan.spec.offload.deepspeed_superoffload
     allocator, options = _allocator(machine.software, deepspeed_engine=theirs)
@@ -349,9 +354,14 @@ def _changes(
                 True,
                 name,
                 private,
-                f"compiled code comes from a folder that only you can open{given.get(name, '')}",
+                "compiled code comes from a folder that only you can open"
+                f"{shared}{given.get(name, '')}",
             )
             for name, private in compiled.items()
+        ),
+        *(
+            (True, name, value, "compilers take nothing from a cache that others may have filled")
+            for name, value in UNCACHED_COMPILERS.items()
         ),
         (True, "OMP_NUM_THREADS", threads, _THREADS),
         (True, "MKL_NUM_THREADS", threads, _THREADS),

@@ -8,6 +8,7 @@ compared with a hash of what was read before.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from so_tui.trust.files import (
     others_can_write,
 )
 
+_LOG = logging.getLogger(__name__)
 _MOST_LINKS = 40
 """As many as Linux follows in one path."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -55,11 +57,6 @@ class Folder:
     def at(self) -> Path:
         """A path that leads here in this process alone, whatever has the folder's name by now."""
         return Path(f"/proc/self/fd/{self.descriptor}")
-
-    @property
-    def others_can_rename(self) -> bool:
-        """Whether another user can rename what this user owns in it."""
-        return _others_can_rename(self.descriptor, os.geteuid())
 
     @property
     def distrust(self) -> Distrust | None:
@@ -233,14 +230,75 @@ def private_folder(path: Path) -> Path:
     """
     if not path.parent.exists():
         private_folder(path.parent)
-    try:
+    with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
-        if (distrust := distrust_of_folder(path)) is not None:
-            raise NotOwnError(path, distrust) from None
-        if stat.S_IMODE(path.lstat().st_mode) & 0o077:
-            path.chmod(0o700)
+    try:
+        folder = open_named(path)
+    except NotADirectoryError as error:
+        raise NotOwnError(path, Distrust.WRONG_KIND) from error
+    with folder:
+        if (distrust := folder.distrust) is not None:
+            raise NotOwnError(path, distrust)
+        if stat.S_IMODE(os.fstat(folder.descriptor).st_mode) & 0o077:
+            folder.at.chmod(0o700)
     return path
+
+
+def is_own_place(path: Path) -> bool:
+    """Return whether a folder, or the nearest one above it that exists, is this user's own."""
+    found = path.resolve()
+    while not os.path.lexists(found):
+        found = found.parent
+    return distrust_of_folder(found) is None
+
+
+# Folders from which code is loaded by path. Whoever can exchange one of them, or a folder above
+# it, decides what a process executes.
+
+
+def exchangeable_in(path: Path) -> Path | None:
+    """Return the folder in which other users can exchange a folder for another one; None if nobody
+    can. One that is missing is judged as if this user made it.
+    """
+    for found in (path, *path.parents):
+        try:
+            with open_folder(found) as folder:
+                if found != path and _others_can_rename(folder.descriptor, os.geteuid()):
+                    return found
+                return folder.exchangeable_in
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return found
+    return None
+
+
+def code_folder(path: Path, name: str, host: Path) -> Path:
+    """Make a private folder for code, and return it. Where others could exchange it, or it cannot
+    be made or written, make one of this host instead, and warn.
+
+    Args:
+        path: The folder.
+        name: The name of the one of this host, below ``compiled``.
+        host: This user's folder for what belongs to this host alone.
+
+    Raises:
+        NotOwnError: Another user has made the host's folder.
+        OSError: It cannot be made.
+    """
+    if not path.is_relative_to(host):
+        try:
+            private_folder(path)
+            above = exchangeable_in(path)
+            if above is None and os.access(path, os.W_OK):
+                return path
+            reason = f"others can rename folders in {above}" if above else "it cannot be written"
+        except OSError as error:
+            reason = str(error)
+        path = host / "compiled" / name
+        _LOG.warning("compiled code is kept in %s, on this host only: %s", path, reason)
+    private_folder(host)  # whoever made it first, in /tmp, could exchange what is in it
+    return private_folder(path)
 
 
 # Who may read what a run writes: its owner alone, or the owner's group with

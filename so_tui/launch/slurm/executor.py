@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from so_tui.folders import Environment
+from so_tui.folders import Environment, cache_home
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
@@ -40,6 +40,7 @@ from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import read_bounded
+from so_tui.trust.folders import is_own_place
 from so_tui.trust.text import so_tui_command
 
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
@@ -73,7 +74,9 @@ class _HubCache:
             or environment.get("HUGGINGFACE_HUB_CACHE")
             or home / "hub"
         ).expanduser()
-        self.datasets = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        given = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        # The trainer does not read rows that others may have prepared.
+        self.datasets = given if is_own_place(given) else cache_home(environment) / "datasets"
 
     def snapshot(self, name: str, revision: str) -> Path | None:
         """Return the folder of a model's files at a branch, tag or commit; None if there is

@@ -295,7 +295,7 @@ class Host:
         refuse_different_host(self.launch, inspect_machine())
         launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
-        make_code_folders(processes)
+        processes |= make_code_folders(processes)
         self._write_command(launch)
         log = os.open(
             self._run.log_path(self._attempt, self.name),
