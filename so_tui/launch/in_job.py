@@ -116,8 +116,8 @@ def _attempt_of_restart(
     run: RunDirectory, submitted: int, machine: Machine, count: int
 ) -> tuple[int, str | None]:
     """Return the attempt that a job makes when it starts again, and the hash of its launch: the
-    next one, or its own if that was never begun. The hash of that is not known, for the first start
-    may have planned it anew.
+    next one, or its own if that was never begun. Then the hash is unknown, because the first start
+    may have planned the attempt again.
 
     Called on the first node, which tells the others.
 

@@ -423,7 +423,7 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
     """Open the folder of a run, and check that it is this user's own, with everything in it that
     supervisors and ranks read.
 
-    What is done through the yielded run is done in this folder, whatever has its name meanwhile.
+    The yielded run reads and writes in this folder, whatever has its name meanwhile.
 
     Raises:
         Refused: With the code of the first reason why it is not.

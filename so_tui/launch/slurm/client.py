@@ -93,7 +93,7 @@ def submit(script: str, folder: str, environment: Environment) -> str:
     Args:
         script: Its text. Slurm reads it from a pipe: a file could be exchanged before.
         folder: The folder in which the job works. Who may read that may read what the job writes.
-        environment: Of this command, and of the job.
+        environment: The variables of this command and of the job.
 
     Raises:
         SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.

@@ -168,9 +168,7 @@ def test_job_number_below_a_sites_words(printed: str, number: str | None, instal
 
 
 def test_a_script_is_handed_over_and_not_named(install: Install, tmp_path: Path) -> None:
-    """A file could be exchanged before Slurm reads it. What the job writes is as private as its
-    folder.
-    """
+    """A file could be exchanged before Slurm reads it.."""
     install(
         "sbatch",
         f"cat > {tmp_path}/read; umask > {tmp_path}/umask; echo $* > {tmp_path}/given; echo 7",
