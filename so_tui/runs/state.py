@@ -185,7 +185,7 @@ def read_state(run: RunDirectory) -> RunState:
     or cannot be read.
     """
     return _read(
-        run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run."
+        run, run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run."
     )
 
 
@@ -197,7 +197,7 @@ def write_spec(run: RunDirectory, spec: RunSpec) -> None:
 def read_spec(run: RunDirectory) -> RunSpec:
     """Return the spec of the run. Raises InputError if ``spec.json`` is missing or malformed."""
     remedy = "The run was written by another version of so-tui, or its folder is damaged."
-    return _read(run.spec_path, RunSpec, "unreadable-spec", remedy)
+    return _read(run, run.spec_path, RunSpec, "unreadable-spec", remedy)
 
 
 def readable_spec(run: RunDirectory) -> RunSpec | None:
@@ -208,7 +208,7 @@ def readable_spec(run: RunDirectory) -> RunSpec | None:
         return None
 
 
-def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
+def _read(run: RunDirectory, path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
         return read_json(path, kind)
     except (OSError, msgspec.DecodeError) as error:
@@ -216,5 +216,5 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise reject(
-            code, "run", str(path.parent), f"{path.name} cannot be read: {reason}", remedy
+            code, "run", str(run.path), f"{path.name} cannot be read: {reason}", remedy
         ) from error
