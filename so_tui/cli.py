@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = _problem_of(error)
         if problem is None:
             raise
+        logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
             _discard_output()
         _report(str(problem))
@@ -116,9 +118,7 @@ def _report(*messages: str) -> None:
 
 
 def _problem_of(error: OSError) -> Problem | None:
-    """Return the problem if the user can fix it: a name that is too long, no permission, or a full
-    disk. None for any other error.
-    """
+    """Return the problem of a file or of the output; None for an error that concerns neither."""
     from so_tui.spec.errors import Problem, shown
 
     name = str(error.filename or "")
@@ -131,7 +131,9 @@ def _problem_of(error: OSError) -> Problem | None:
         remedy = "Check its rights and those of the folders above it, or name another."
         return Problem("no-permission", "path", shown(name), message, remedy)
     if error.errno not in _UNWRITABLE:
-        return None
+        message = f"cannot be used ({error.strerror})"
+        remedy = "Check what is there, and that its file system answers."
+        return Problem("file-not-usable", "path", shown(name), message, remedy) if name else None
     message = f"cannot be written ({error.strerror})"
     remedy = (
         "Free some space there and try again."

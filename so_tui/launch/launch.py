@@ -342,7 +342,7 @@ def prepare_resume(
         if start_over:
             before = replace(before, saved_step=None)
         elif (missing := missing_checkpoints(own, spec, before)) is not None:
-            raise Refused([missing])
+            raise refuse(missing.code, f"{missing.message}. {missing.remedy}")
     # Only the data decides how many steps an epoch has.
     given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
     steps = given if type(given) is int else 0

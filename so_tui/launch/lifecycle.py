@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -50,9 +51,11 @@ from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
     HeartbeatWatch,
     Liveness,
+    alive,
     concluded,
     sighting,
     state_with_truth,
+    suspended,
 )
 from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.reader import last_lines
@@ -301,19 +304,26 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
 
 
 def stop(
-    run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False
+    run: RunDirectory,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    assume_dead: bool = False,
+    waiting: Callable[[RunState, float], object] = lambda *_: None,
 ) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the
     supervisor kills it.
 
-    Returns the final state, or the current one if the run has not ended in time. The request
-    remains if the wait is interrupted.
+    Returns the final state, or the current one if the run has not ended in time, or has ended while
+    its supervisor is suspended and cannot record that. The request remains if the wait is
+    interrupted.
 
     Args:
         run: The run.
         grace_s: After how many seconds it is killed.
         assume_dead: Take the user's word that it has ended, or that its job will never start, where
             nobody can be asked.
+        waiting: Called several times a second with the state that is waited on, and the seconds
+            that are left.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
@@ -345,9 +355,13 @@ def stop(
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
-    while (
-        state := current_state(run, watch)
-    ).state not in FINAL_STATES and time.monotonic() < deadline:
+    while (state := current_state(run, watch)).state not in FINAL_STATES:
+        left_s = deadline - time.monotonic()
+        still = suspended(state)
+        ended = still is not None and not any(map(alive, state.processes))
+        if left_s <= 0 or ended:
+            break
+        waiting(state, left_s)
         time.sleep(4 * _POLL_S)
     recorded = read_state(run)
     # A host that was silent for all this time is gone. Others need not wait for that again.

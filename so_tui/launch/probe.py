@@ -39,7 +39,9 @@ from so_tui.runs.records import (
     StepRecord,
 )
 from so_tui.spec import RunSpec, SoTuiError, resolve_source
-from so_tui.trust.decoding import decode_json
+from so_tui.spec.check import write_atomic
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
+from so_tui.trust.files import read_bounded
 from so_tui.trust.folders import make_folders
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
@@ -82,7 +84,7 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
     text = b"".join(msgspec.json.encode(row) + b"\n" for row in _rows_for(spec, workload))
     make_folders(folder)
     path = folder / f"rows-{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
-    path.write_bytes(text)
+    write_atomic(path, text)
     return path
 
 
@@ -105,7 +107,7 @@ def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[_Row]:
 
 def _words() -> Iterator[str]:
     """Yield the words of the embedded rows, over and over."""
-    lines = Path(resolve_source(EMBEDDED_ROWS)).read_bytes().splitlines()
+    lines = read_bounded(Path(resolve_source(EMBEDDED_ROWS)), LARGEST_FILE_BYTES).splitlines()
     rows = [decode_json(line, _Row) for line in lines]
     return cycle(
         list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows))

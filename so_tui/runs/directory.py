@@ -28,13 +28,14 @@ from msgspec import Struct
 import so_tui
 from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import Refusal, Refused, reject
+from so_tui.spec.errors import Problem, Refusal, Refused, reject
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
     distrust_of_folder,
+    names_in,
     read_bounded,
     read_own,
 )
@@ -46,7 +47,7 @@ from so_tui.trust.folders import (
     open_named,
     umask_of,
 )
-from so_tui.trust.text import printable_line, quoted
+from so_tui.trust.text import printable_line, quoted, so_tui_command
 from so_tui.units import thousands
 
 _SAMPLES = "samples."
@@ -150,7 +151,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        names = _names(self.attempts_dir)
+        names = names_in(self.attempts_dir)
         return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
@@ -158,15 +159,14 @@ class RunDirectory:
         folder = self.attempt_dir(attempt)
         return {
             name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
-            for name in _names(folder)
+            for name in sorted(names_in(folder))
             if name.startswith(_OUTPUT) and name.endswith(_LOG)
         }
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
-        return tuple(
-            name.removeprefix(_SAMPLES) for name in _names(self.at) if name.startswith(_SAMPLES)
-        )
+        names = sorted(names_in(self.at))
+        return tuple(name.removeprefix(_SAMPLES) for name in names if name.startswith(_SAMPLES))
 
 
 def new_attempt(run: RunDirectory) -> int:
@@ -196,14 +196,6 @@ def deleted(run: RunDirectory) -> bool:
     except OSError:
         return False
     return False
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        # Polled once a second: a Path for each name is too slow.
-        return sorted(os.listdir(folder))  # noqa: PTH208
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _in_name(host: str) -> str:
@@ -246,16 +238,17 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing.
     Raises OSError if it cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = [
-                entry.name
-                for entry in entries
-                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    return tuple(folder / name for name in sorted(names, key=step_of))
+    found = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
+    found = [path for path in found if path.is_dir() and not path.is_symlink()]
+    return tuple(sorted(found, key=lambda path: step_of(path.name)))
+
+
+def saved_on_disk(run: RunDirectory, spec: RunSpec | None, state: RunState) -> int | None:
+    """Return the step of the newest checkpoint of a run that nobody records at the moment; None if
+    it has none.
+    """
+    folders = checkpoint_folders(checkpoints_folder(run, spec)) if spec is not None else ()
+    return step_of(folders[-1].name) if folders else state.saved_step
 
 
 def step_of(name: str) -> int:
@@ -263,20 +256,22 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Refusal | None:
+def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Problem | None:
     """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a
     file system that is not mounted.
     """
     folder = checkpoints_folder(run, spec)
     if state.saved_step is None or checkpoint_folders(folder):
         return None
-    command = quoted("so-tui", "resume", run.name, "--start-over")
     named = checkpoints_folder(RunDirectory(run.path), spec)
-    there = (
-        f"the run saved step {thousands(state.saved_step)} in {named}, and no checkpoint is there"
+    command = so_tui_command("resume", run.name, "--start-over")
+    return Problem(
+        "checkpoint-missing",
+        "run",
+        run.name,
+        f"the run saved step {thousands(state.saved_step)} in {named}, and no checkpoint is there",
+        f"Mount its file system, or train from step 0 again: {command}",
     )
-    message = f"{there}. Mount its file system, or train from step 0 again: {command}"
-    return Refusal("checkpoint-missing", message)
 
 
 # Write the small files of a run directory.

@@ -232,7 +232,7 @@ def _read_source(path: Path, origin: Origin) -> _Source:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
         message = (
-            "is a pipe or a device"
+            "is not a regular file"
             if error.code == "not-a-file"
             else f"is larger than {thousands(LARGEST_BYTES)} bytes"
         )

@@ -49,12 +49,18 @@ def open_descriptor(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. Links are followed.
 
     Raises:
-        UnfitFileError: It is a folder, a pipe, a socket or a device.
+        UnfitFileError: It is a folder, a pipe, a socket, a device, or a link that leads nowhere but
+            to links.
         OSError: It cannot be opened.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means
     # nothing.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a socket, with the latter
+            raise UnfitFileError(path, "not-a-file", 0) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnfitFileError(path, "not-a-file", 0)
@@ -87,6 +93,21 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     if len(content) > limit_bytes:
         raise UnfitFileError(path, "too-large", limit_bytes)
     return content
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if nothing that can be listed has that path.
+
+    Raises:
+        OSError: A folder may be there, and cannot be read.
+    """
+    try:
+        # Polled once a second: a Path for each name is too slow.
+        return os.listdir(folder)  # noqa: PTH208
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []
+        raise
 
 
 def _despite_replacement(read: Callable[[], bytes]) -> bytes:

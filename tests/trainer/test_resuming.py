@@ -67,6 +67,19 @@ def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
     assert paths[2].with_name("step-000003.damaged").exists()
 
 
+def test_only_damaged_ones_name_a_remedy_that_works(run: RunDirectory) -> None:
+    (path,) = saved(run, 4)
+    (path / "checkpoint.json").write_text("{")
+    with pytest.raises(TrainingError) as caught:
+        resumed(run)
+    assert caught.value.code == "checkpoints-unreadable"
+    assert f"`so-tui resume {run.name} --start-over`" in caught.value.suggestion
+    assert resumed(run, start_over=True) == (None, [])
+    assert path.with_name("step-000004.superseded").exists()
+    change_state(run, saved_step=None)  # as the supervisor does then
+    assert resumed(run) == (None, [])
+
+
 READ = (
     "checkpoints",
     "checkpoint.json",
@@ -89,7 +102,7 @@ def take_away(patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> No
 
         return refuse
 
-    for function in ("open", "scandir"):
+    for function in ("open", "listdir"):
         patch.setattr(os, function, refusing(getattr(os, function)))
 
 

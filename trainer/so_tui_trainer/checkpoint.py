@@ -408,11 +408,11 @@ def newest_to_resume(
     if start_over:
         set_all_aside(folder, run_id(run))
         return None
-    found = newest(folder, run_id(run), own=True)
+    found = newest(folder, run_id(run), run.name, own=True)
     saved = read_state(run)
     if found is None:
         if (missing := missing_checkpoints(run, spec, saved)) is not None:
-            raise TrainingError(missing.code, missing.message)
+            raise TrainingError(missing.code, missing.message, missing.remedy)
         return None
     for damage in found.damaged:
         _set_aside(damage, found, warn)

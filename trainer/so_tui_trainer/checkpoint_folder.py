@@ -37,6 +37,7 @@ from so_tui.runs.directory import (
     step_of,
 )
 from so_tui.spec import RunSpec
+from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import (
     Distrust,
@@ -46,7 +47,7 @@ from so_tui.trust.files import (
     read_bounded,
 )
 from so_tui.trust.folders import is_shared, make_run_folder, open_named
-from so_tui.trust.text import brief_message
+from so_tui.trust.text import brief_message, so_tui_command
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 from superoffload import OffloadError
@@ -178,8 +179,8 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
                     "checkpoint-read-failed",
                     f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
                     "It is left as it is",
-                    "Resume when its file system answers. Should that be never, move it away, and "
-                    "an older checkpoint is used.",
+                    "Resume when its file system answers. Should that be never, move it away: an "
+                    "older checkpoint is used then, or `--start-over` trains from step 0 again.",
                 ) from error
         time.sleep(pause_s)
 
@@ -262,7 +263,8 @@ def claim(run: RunDirectory, spec: RunSpec) -> Path:
     make_run_folder(unnamed, shared=is_shared(run.path))
     try:
         if run.manifest_path.exists():
-            shutil.copyfile(run.manifest_path, unnamed / _MARK)
+            mark = read_bounded(run.manifest_path, _SMALL_BYTES)
+            write_atomic(unnamed / _MARK, mark, mode=0o666)
         unnamed.rename(folder)
     except OSError:
         shutil.rmtree(unnamed, ignore_errors=True)
@@ -291,7 +293,7 @@ def _taken(folder: Path, why: str) -> TrainingError:
     return TrainingError(
         "checkpoint-folder-taken",
         f"checkpoint.folder: {folder} {why}",
-        "Set `checkpoint.folder` to another folder, or move that one away.",
+        "Move it away, or start a new run with another `checkpoint.folder`.",
     )
 
 
@@ -320,12 +322,13 @@ def own_checkpoint(checkpoint: Path) -> Iterator[Path]:
             raise
 
 
-def newest(folder: Path, run: str = "", *, own: bool = False) -> Found | None:
+def newest(folder: Path, run: str = "", name: str = "RUN", *, own: bool = False) -> Found | None:
     """Return the newest readable checkpoint of a run; None if it has no checkpoint at all.
 
     Args:
         folder: The folder of its checkpoints.
         run: Its identity; empty for a run of an older version.
+        name: What it is called, for messages.
         own: Refuse a checkpoint that is not this user's own.
 
     Raises:
@@ -345,7 +348,7 @@ def newest(folder: Path, run: str = "", *, own: bool = False) -> Found | None:
             manifest = _read_with_retries(verify, path)
         except (OSError, msgspec.DecodeError, OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
-                return newest(folder, run, own=own)
+                return newest(folder, run, name, own=own)
             damaged.append(
                 Damage(
                     path,
@@ -366,7 +369,8 @@ def newest(folder: Path, run: str = "", *, own: bool = False) -> Found | None:
         raise TrainingError(
             "checkpoints-unreadable",
             f"none of the checkpoints in {folder} can be used ({reasons})",
-            "Another version of so-tui may have written them. Move them elsewhere to start anew.",
+            "Another version of so-tui may have written them, and can read them. Otherwise "
+            f"`{so_tui_command('resume', name, '--start-over')}` trains from step 0 again",
         )
     return None
 
@@ -493,7 +497,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         if path.is_file()
     }
     checksums = {
-        name: zlib.crc32((partial / name).read_bytes())
+        name: zlib.crc32(read_bounded(partial / name, _SMALL_BYTES))
         for name, size in written.items()
         if size <= _SMALL_BYTES
     }

@@ -40,8 +40,8 @@ from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
-from so_tui.trust.decoding import decode_toml
-from so_tui.trust.files import NotOwnError, read_own
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_toml
+from so_tui.trust.files import NotOwnError, read_bounded, read_own
 from so_tui.trust.folders import private_folder
 from so_tui.units import duration
 
@@ -265,7 +265,7 @@ def load_site(name: str) -> Site:
             f"Choose one of {', '.join(_site_names())}, or write {own}.",
         )
     try:
-        content = read_own(path) if path == own else path.read_bytes()
+        content = read_own(path) if path == own else read_bounded(path, LARGEST_FILE_BYTES)
         return msgspec.convert(decode_toml(content), Site)
     except NotOwnError as error:
         raise _invalid(

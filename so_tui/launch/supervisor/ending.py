@@ -261,6 +261,10 @@ class _OutcomeText(NamedTuple):
     suggestion: str
 
 
+_SAVED_IN_VAIN = ("checkpoints-unreadable", "checkpoint-missing")
+"""Codes of attempts that could not continue from any step."""
+
+
 def outcome_text(
     outcome: Outcome, name: str, saved_step: int | None = None, advice: str = ""
 ) -> _OutcomeText:
@@ -285,7 +289,10 @@ def outcome_text(
         if saved_step is None
         else f"{command} continues from step {thousands(saved_step)}"
     )
-    return _OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
+    if outcome.code in _SAVED_IN_VAIN:  # the trainer says how to go on
+        again = ""
+    parts = (part.rstrip(".") for part in (advice, again) if part)
+    return _OutcomeText(_reason(outcome), ". ".join(parts))
 
 
 def _reason(outcome: Outcome) -> str:

@@ -25,6 +25,8 @@ import superoffload
 from so_tui.folders import cache_home
 from so_tui.spec import ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import LARGEST_FILE_BYTES
+from so_tui.trust.files import read_bounded
 from so_tui.units import plural, thousands
 from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.model import stored as mxfp4
@@ -319,7 +321,10 @@ def trainable_folder(source: Path) -> Path:
     """
     try:
         quantisation: dict[str, Any] = (
-            json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+            json.loads(read_bounded(source / "config.json", LARGEST_FILE_BYTES)).get(
+                "quantization_config"
+            )
+            or {}
         )
     except (OSError, ValueError) as error:
         raise reject(

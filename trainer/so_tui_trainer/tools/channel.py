@@ -171,12 +171,24 @@ def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
 
 
 def _newest(run: RunDirectory, spec: RunSpec) -> Found:
-    from so_tui.runs.directory import checkpoints_folder, run_id
+    from so_tui.runs.directory import checkpoints_folder, missing_checkpoints, run_id
+    from so_tui.runs.state import read_state
+    from so_tui.trust.text import so_tui_command
     from so_tui_trainer.checkpoint_folder import newest
     from so_tui_trainer.failures import TrainingError
 
     try:
-        found = newest(checkpoints_folder(run, spec), run_id(run))
+        identity = run_id(run)
+    except (OSError, msgspec.DecodeError) as error:
+        raise reject(
+            "unreadable-run",
+            "run",
+            run.name,
+            f"its checkpoints cannot be told from another's: run.json cannot be read ({error})",
+            "Check that this is the folder of a run, and that its file system answers.",
+        ) from error
+    try:
+        found = newest(checkpoints_folder(run, spec), identity, run.name)
     except TrainingError as error:
         raise reject(
             error.code,
@@ -186,12 +198,15 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
             error.suggestion,
         ) from error
     if found is None:
+        if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
+            raise InputError([missing])
+        command = so_tui_command("resume", run.name, "--set", "checkpoint.at_end=true")
         raise reject(
             "checkpoint-missing",
             "run",
             run.name,
             "has no checkpoint yet",
-            "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or "
-            "`every_minutes`.",
+            "It saves one on stop, every `checkpoint.every_steps` or `every_minutes`, and at its "
+            f"end. If it has ended without: `{command}`, and more `train.steps` if it finished.",
         )
     return found
