@@ -176,8 +176,8 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
 
 
 def _refuse_code_unheard_of(model: ModelSpec) -> None:
-    """Refuse a job whose model may have code, of which the user has allowed none: in the job nobody
-    could be asked. Whether it has changed since, only a helper process could tell.
+    """Refuse a job if the user has allowed no code of its model yet: nobody can be asked in the
+    job. Only a helper process could tell whether the code has changed since.
     """
     source = resolve_source(model.id)
     if model.trust_remote_code and all(known.source != source for known in consents()):

@@ -82,7 +82,7 @@ class Consent(Struct, frozen=True, kw_only=True):
     source: str
     hash: str
     date: str
-    """Day on which the user said so, as YYYY-MM-DD."""
+    """Day on which the user allowed it, as YYYY-MM-DD."""
 
 
 class _Record(Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ def consents() -> tuple[Consent, ...]:
             path.name,
             "",
             f"cannot be read: {error}",
-            "Correct or delete it; what you trust can be allowed again with `so-tui trust`.",
+            "Correct or delete it. `so-tui trust SOURCE` allows code again.",
             file=str(path),
         ) from error
 

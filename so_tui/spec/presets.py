@@ -278,7 +278,7 @@ files, tell others, or do what a site's plugins can.
 
 def _without_others_trust(tree: Tree, path: Path) -> tuple[Problem, ...]:
     """Take the trust in a model's code out of the tree of a file that others own or can write, and
-    say so.
+    return that as a problem.
 
     Raises:
         InputError: It has an option of Slurm that could do harm (code ``option-not-own``).

@@ -59,9 +59,13 @@ def model(tmp_path: Path, trace: Path) -> ModelSpec:
     return own_code(tmp_path / "model", trace)
 
 
+def in_whole(model: ModelSpec) -> object:
+    return of_folder(Path(model.id), model)
+
+
 def test_code_runs_once_it_is_allowed(model: ModelSpec, trace: Path) -> None:
-    for load in (load_config, load_tokenizer, lambda each: of_folder(Path(each.id), each)):
-        problem = refusal(lambda load=load: load(model))
+    for load in (load_config, load_tokenizer, in_whole):
+        problem = refusal(partial(load, model))
         assert (problem.code, problem.value) == ("code-not-trusted", model.id)
     assert not trace.exists()
     code = trusted(model)
@@ -69,15 +73,15 @@ def test_code_runs_once_it_is_allowed(model: ModelSpec, trace: Path) -> None:
     assert all(name in problem.message for name in code.files)
     assert type(load_tokenizer(model)).__name__ == "OwnTokenizer"
     assert type(meta_model(load_config(model))).__name__ == "OwnModel"
-    assert type(of_folder(Path(model.id), model)).__name__ == "OwnModel"
+    assert type(in_whole(model)).__name__ == "OwnModel"
     assert set(trace.read_text().split()) == set(code.files)
 
 
 def test_without_the_flag_allowed_code_does_not_run(model: ModelSpec, trace: Path) -> None:
     trusted(model)
     plain = replace(model, trust_remote_code=False)
-    for load in (load_config, lambda each: of_folder(Path(each.id), each)):
-        assert refusal(lambda load=load: load(plain)).code == "model-needs-remote-code"
+    for load in (load_config, in_whole):
+        assert refusal(partial(load, plain)).code == "model-needs-remote-code"
     assert not trace.exists()
 
 

@@ -258,8 +258,8 @@ def test_a_kernel_that_a_part_of_a_model_names_is_not_loaded(tmp_path: Path) -> 
         shape[part] = shape[part] | {"_attn_implementation": "someone/kernel"}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = stored_config(ModelSpec(id=str(tmp_path)))
-    for part in (config, config.text_config, config.vision_config):
-        assert part._attn_implementation is None
+    parts = (config, config.text_config, config.vision_config)
+    assert [part._attn_implementation for part in parts] == 3 * [None]
 
 
 def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedModel) -> None:

@@ -362,7 +362,7 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     """
     given = model if model.trust_remote_code else replace(model, id=str(folder))
     try:
-        # Their class, found here, reads no code from the folder.
+        # Loaded by its class, a model runs nothing that the folder holds by now.
         meta: Any = meta_model(stored_config(given))
         causal: PreTrainedModel = type(meta).from_pretrained(
             folder,

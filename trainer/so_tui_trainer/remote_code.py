@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from so_tui.machine.software import code_folders
 from so_tui.spec import InputError, ModelSpec, resolve_source
@@ -48,28 +48,24 @@ also that of a package which is not installed.
 """
 
 
-def sources_of(model: ModelSpec) -> dict[str, tuple[str, str]]:
-    """Return the field, and hub id or folder with revision, of a model and its tokenizer."""
-    found = {"model.id": (resolve_source(model.id), model.revision)}
-    if model.tokenizer:
-        found["model.tokenizer"] = (resolve_source(model.tokenizer), "main")
-    return found
-
-
-def loadable(model: ModelSpec, field: str = "model.id") -> dict[str, Any]:
+def loadable(
+    model: ModelSpec, field: Literal["model.id", "model.tokenizer"] = "model.id"
+) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` loads a model's configuration, or its
     tokenizer.
 
     Args:
         model: The model; with ``trust_remote_code``, code runs that the user allowed.
-        field: Which of ``sources_of``.
+        field: What names the source.
 
     Raises:
         InputError: Its code is not allowed (``code-not-trusted``), is elsewhere
             (``code-elsewhere``), or its files are too many or too large (``code-too-large``).
         OSError: It cannot be downloaded or copied.
     """
-    source, revision = sources_of(model)[field]
+    own = field == "model.id"
+    source = resolve_source(model.id if own else model.tokenizer)
+    revision = model.revision if own else "main"
     given = {"pretrained_model_name_or_path": source, "revision": revision}
     if not model.trust_remote_code:
         return given | {"trust_remote_code": False}
@@ -110,10 +106,10 @@ def copied(source: str, revision: str, field: str) -> Code:
             target = partial / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-            line = b"%b %b\n" % (hashlib.sha256(content).digest(), os.fsencode(name))
-            everything.update(line)
+            file = hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest()
+            everything.update(file)
             if fnmatch(name, _PYTHON):
-                python.update(line)
+                python.update(file)
                 files.append(name)
         _refuse_code_elsewhere(partial, files, source, field)
         final = root / everything.hexdigest()
@@ -194,7 +190,7 @@ def _refuse_code_elsewhere(folder: Path, files: list[str], source: str, field: s
                     "code-elsewhere",
                     field,
                     source,
-                    f"names code that is not its own ({path.name}: {reference})",
+                    f"names code elsewhere ({path.name}: {reference})",
                     "Download that code into the model's folder, and name it there as "
                     "`file.Class` in auto_map.",
                 )
@@ -222,7 +218,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def refuse_without_consent(model: ModelSpec, error: BaseException) -> None:
-    """Refuse a model that needs code of its own and may not run it.
+    """Refuse a model that needs code of its own, if ``trust_remote_code`` is false.
 
     Args:
         model: The model.
@@ -236,7 +232,7 @@ def refuse_without_consent(model: ModelSpec, error: BaseException) -> None:
         raise model_problem(
             "model-needs-remote-code",
             model,
-            "comes with its own Python code, which is not run by default",
+            "comes with its own Python code, which does not run by default",
             "Read that code first. If you trust it, set model.trust_remote_code to true in a "
             "preset of your own or with --set, or add --trust-remote-code where a model is added.",
         ) from error

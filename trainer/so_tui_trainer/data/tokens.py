@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,9 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = resolve_source(model.tokenizer or model.id)
-    field = "model.tokenizer" if model.tokenizer else "model.id"
+    field: Literal["model.id", "model.tokenizer"] = (
+        "model.tokenizer" if model.tokenizer else "model.id"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
     except (OSError, ValueError) as error:
