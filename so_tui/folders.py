@@ -18,9 +18,11 @@ def state_home() -> Path:
     return _home("XDG_STATE_HOME", ".local/state", os.environ)
 
 
-def cache_home() -> Path:
-    """Return so-tui's folder in the XDG cache folder. Its content may be deleted at any time."""
-    return _home("XDG_CACHE_HOME", ".cache", os.environ)
+def cache_home(environment: Environment = os.environ) -> Path:
+    """Return so-tui's folder in the XDG cache folder of a process with this environment. Its
+    content may be deleted at any time.
+    """
+    return _home("XDG_CACHE_HOME", ".cache", environment)
 
 
 def builtin_folder() -> Path:
@@ -86,14 +88,14 @@ def known_runs_dirs() -> tuple[Path, ...]:
 
 def kernel_folder(environment: Environment) -> Path:
     """Return the folder of the compiled CPU Adam kernels for a process with this environment."""
-    return _home("XDG_CACHE_HOME", ".cache", environment) / "kernels"
+    return cache_home(environment) / "kernels"
 
 
 def compiled_folder(environment: Environment) -> Path:
     """Return the folder of what torch, Triton and others compile, for a process with this
     environment.
     """
-    return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
+    return cache_home(environment) / "compiled"
 
 
 def host_folder() -> Path:
@@ -101,6 +103,18 @@ def host_folder() -> Path:
     XDG_RUNTIME_DIR is not.
     """
     return Path(f"/tmp/so-tui-{os.getuid()}")
+
+
+UNCACHED_COMPILERS = {
+    "TORCH_NO_COMPILER_WRAPPER": "1",
+    "CCACHE_DISABLE": "1",
+    "CCACHE_CONFIGPATH": "/dev/null",
+    "SCCACHE_RECACHE": "1",
+}
+"""Variables with which no compiler takes what it returns from a cache or its configuration, where
+others may have put it: torch, and Debian's PATH, put ccache before the compiler. What is compiled
+is kept in the folders above.
+"""
 
 
 def _home(variable: str, default: str, environment: Environment) -> Path:

@@ -2,7 +2,8 @@
 
 Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set,
 torch-cpu-only, torch-no-rocm, binding-forbidden, no-numactl, no-compiler, no-ninja,
-adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention.
+adam-not-compiled, code-folders-exchangeable, no-cuda-toolkit, cuda-toolkit-mismatch,
+slower-attention.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from so_tui.doctor.checks import CheckContext, Findings, finding
-from so_tui.folders import Environment, kernel_folder
+from so_tui.folders import Environment, compiled_folder, kernel_folder
 from so_tui.machine.software import (
     PACKAGES,
     extensions_folder,
@@ -22,7 +23,8 @@ from so_tui.machine.software import (
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
 from so_tui.spec.attention import KERNELS, Needs, Present, choose_backend, generation_of
-from so_tui.trust.files import distrust_of_file, distrust_of_folder
+from so_tui.trust.files import distrust_of_file
+from so_tui.trust.folders import exchangeable_in
 
 _ORDINARY = Needs(head_size=128)
 """What most models ask of attention."""
@@ -128,6 +130,16 @@ def _check_build_tools(context: CheckContext) -> Findings:
         )
 
 
+def _check_code_folders(context: CheckContext) -> Findings:
+    """Name the folder in which others could exchange what was compiled."""
+    if not context.is_this_host or not context.machine.live:
+        return
+    folder = compiled_folder(context.environment)
+    if above := exchangeable_in(folder):
+        evidence = f"others can rename folders in {above}, which is above {folder}"
+        yield finding("code-folders-exchangeable", evidence, above=above)
+
+
 def has_adam_kernel(files: SystemFiles, environment: Environment) -> bool:
     """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write.
     In a copied machine owners are unknown.
@@ -142,7 +154,8 @@ def has_adam_kernel(files: SystemFiles, environment: Environment) -> bool:
     ]
     if not files.live:
         return bool(names)
-    return distrust_of_folder(folder) is None and any(
+    # Judged as if it were in there, because others may write in the folder itself, too.
+    return exchangeable_in(folder / "kernel") is None and any(
         distrust_of_file(folder / name) is None for name in names
     )
 
@@ -168,5 +181,6 @@ CHECKS = (
     _check_torch_build,
     _check_memory_binding,
     _check_build_tools,
+    _check_code_folders,
     _check_attention,
 )

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from so_tui.folders import Environment
+from so_tui.folders import UNCACHED_COMPILERS, Environment, compiled_folder
 from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
 from so_tui.machine.software import code_folders
 from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.binding import core_list, uses_numactl
 from so_tui.plan.plan import Plan, Variable
+from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.folders import exchangeable_in
 from so_tui.trust.text import brief_message, without_credentials
 
 # Lines in a supervisor's own log, which is its stderr.
@@ -172,6 +174,7 @@ class Placeholder(StrEnum):
 
     RUN = "{RUN}"
     RUN_ID = "{RUN_ID}"
+    LAUNCH = "{LAUNCH}"
     ATTEMPT = "{ATTEMPT}"
     RENDEZVOUS = "{RENDEZVOUS}"
     NODE = "{NODE}"
@@ -184,6 +187,7 @@ class Placeholder(StrEnum):
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.RUN_ID: "the run's id",
+    Placeholder.LAUNCH: "the hash of this launch and of the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
     Placeholder.RENDEZVOUS: (
         "where the ranks meet: a file that only you can open, or an address on the first of "
@@ -281,8 +285,12 @@ def _changes(
     folder, path = str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")
     threads = str(_rank_threads(plan))
     compiled = code_folders(inherited, several_hosts=several)
+    above = exchangeable_in(compiled_folder(inherited))
+    shared = f", on this host, as others can rename folders in {above}" if above else ""
     given = {
-        name: f"; others can open {inherited[name]}" for name in compiled if inherited.get(name)
+        name: f"; others can open or exchange {inherited[name]}"
+        for name in compiled
+        if inherited.get(name)
     }
     theirs = plan.spec.offload.deepspeed_superoffload
     allocator, options = _allocator(machine.software, deepspeed_engine=theirs)
@@ -298,6 +306,7 @@ def _changes(
             "distinguishes this run from another one at the same path",
         ),
         (True, ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt"),
+        (True, LAUNCH_VARIABLE, Placeholder.LAUNCH, "the ranks train this launch and no other"),
         (MARKER in inherited, MARKER, None, "marks alert commands; one has started this run"),
         (
             folder not in path.split(":"),
@@ -351,9 +360,14 @@ def _changes(
                 True,
                 name,
                 private,
-                f"compiled code comes from a folder that only you can open{given.get(name, '')}",
+                "compiled code comes from a folder that only you can open"
+                f"{shared}{given.get(name, '')}",
             )
             for name, private in compiled.items()
+        ),
+        *(
+            (True, name, value, "compilers take nothing from a cache that others may have filled")
+            for name, value in UNCACHED_COMPILERS.items()
         ),
         (True, "OMP_NUM_THREADS", threads, _THREADS),
         (True, "MKL_NUM_THREADS", threads, _THREADS),

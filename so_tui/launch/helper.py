@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from so_tui.folders import UNCACHED_COMPILERS
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
 from so_tui.trust.decoding import Tree
@@ -222,14 +223,15 @@ def _environment() -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "USE_HUB_KERNELS": "0",
+        **UNCACHED_COMPILERS,
         **code_folders(os.environ),
     }
     try:
-        make_code_folders(environment)
+        environment |= make_code_folders(environment)
     except OSError as error:
         raise ToolError(
             f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
-            "folder of your own"
+            "folder that only you can write, in folders in which only you can rename"
         ) from error
     return environment
 

@@ -44,8 +44,7 @@ from so_tui.runs.directory import (
     checkpoint_folders,
     checkpoints_folder,
     new_attempt,
-    not_own,
-    refuse_unless_own,
+    own_run,
 )
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
@@ -59,7 +58,7 @@ from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.reader import last_lines
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
-from so_tui.spec import InputError, SoTuiError
+from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 
@@ -206,10 +205,9 @@ def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     """Write a final state in place of the one that was read, if the run is this user's own, and
     return it.
     """
-    if not_own(run) is None:
-        with contextlib.suppress(OSError), run_lock(run) as lock:
-            if lock is not None and read_state(run) == recorded:
-                write_state_even_if_full(run, state)
+    with contextlib.suppress(OSError, Refused), own_run(run) as own, run_lock(own) as lock:
+        if lock is not None and read_state(own) == recorded:
+            write_state_even_if_full(own, state)
     return state
 
 
@@ -253,15 +251,17 @@ def start(
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
     run = create_run(launch.spec, runs_dir, called=launch.called)
-    try:
-        _start_attempt(run, new_attempt(run), launch, executor)
-    except BaseException:
-        # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
-        # away for a moment.
-        with contextlib.suppress(InputError):
-            if read_state(run).supervisor is None:
-                shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    with own_run(run) as own:
+        try:
+            _start_attempt(own, new_attempt(own), launch, executor)
+        except BaseException:
+            # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
+            # away for a moment.
+            with contextlib.suppress(InputError, OSError):
+                if read_state(own).supervisor is None:
+                    shutil.rmtree(f"{own.at}/.", ignore_errors=True)
+                    run.path.rmdir()
+            raise
     return run
 
 
@@ -279,25 +279,24 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
         Refused: The run is not this user's own (see ``so_tui.runs.directory``); otherwise as for
             ``start``.
     """
-    refuse_unless_own(run)
-    ended_state(run, assume_dead=launch.assume_dead)
-    executor = executor or executor_of(launch.spec)
-    saved = (
-        0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
-    )
-    _check(launch, executor, saved=saved, runs_dir=run.path)
-    for action in run_state.ACTIONS:
-        run_state.clear(run, action)
-    attempt = new_attempt(run)
-    try:
-        _start_attempt(run, attempt, launch, executor)
-    finally:
-        if newest_attempt(run, read_state(run)) != attempt:
-            shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-        elif (
-            launch.changes
-        ):  # only now: if two resumes compete, the settings of the one that trains count
-            write_spec(run, launch.spec)
+    with own_run(run) as own:
+        ended_state(own, assume_dead=launch.assume_dead)
+        executor = executor or executor_of(launch.spec)
+        folder = checkpoints_folder(own, launch.spec)
+        saved = 0 if launch.start_over else len(checkpoint_folders(folder))
+        _check(launch, executor, saved=saved, runs_dir=run.path)
+        for action in run_state.ACTIONS:
+            run_state.clear(own, action)
+        attempt = new_attempt(own)
+        try:
+            _start_attempt(own, attempt, launch, executor)
+        finally:
+            if newest_attempt(own, read_state(own)) != attempt:
+                shutil.rmtree(own.attempt_dir(attempt), ignore_errors=True)
+            elif (
+                launch.changes
+            ):  # only now: if two resumes compete, the settings of the one that trains count
+                write_spec(own, launch.spec)
     return attempt
 
 
@@ -327,7 +326,8 @@ def stop(
     if state.state in FINAL_STATES:
         return state
     if state.state == "queued":
-        return _leave_queue(run, state, assume_dead=assume_dead)
+        with own_run(run) as own:
+            return _leave_queue(own, state, assume_dead=assume_dead)
     if assume_dead:
         return record_end(run)
     try:
@@ -359,16 +359,14 @@ def stop(
 
 
 def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> RunState:
-    """Take a run out of its scheduler's queue and record that. Should its job start all the same,
-    it is refused.
+    """Take an own run out of its scheduler's queue and record that. Should its job start all the
+    same, it is refused.
 
     Raises:
-        Refused: It is another user's run.
         InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not
             say that the job will never start.
         OSError: The run directory cannot be written.
     """
-    refuse_unless_own(run)
     attempt = newest_attempt(run, state)
     try:
         executor_of_attempt(run, attempt).cancel(run, attempt)
@@ -397,9 +395,9 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
 
 def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:
     try:
-        write_launch(run, attempt, launch)
+        digest = write_launch(run, attempt, launch)
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
-        handle = executor.start(run, attempt)
+        handle = executor.start(run, attempt, digest)
     except OSError as error:
         raise reject(
             "not-writable",

@@ -40,6 +40,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec, SoTuiError, resolve_source
 from so_tui.trust.decoding import decode_json
+from so_tui.trust.folders import make_folders
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
 
@@ -79,7 +80,7 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
         OSError: The file cannot be written.
     """
     text = b"".join(msgspec.json.encode(row) + b"\n" for row in _rows_for(spec, workload))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(folder)
     path = folder / f"rows-{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
     path.write_bytes(text)
     return path

@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from so_tui.folders import Environment, compiled_folder, host_folder
+from so_tui.folders import UNCACHED_COMPILERS, Environment, compiled_folder, host_folder
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Cpus, Nodes, Software, version_numbers
 from so_tui.trust.files import distrust_of_folder
-from so_tui.trust.folders import private_folder
+from so_tui.trust.folders import code_folder, exchangeable_in
 from so_tui.trust.text import quoted
 
 # Folders from which torch, DeepSpeed, Triton, CUDA and transformers run code that was compiled or
@@ -53,21 +53,21 @@ do.
 def code_folders(environment: Environment, *, several_hosts: bool = False) -> dict[str, str]:
     """Return the variables to set, so that each of these folders is private to this user.
 
-    A folder that the user chose stays if only this user can open it (mode 0700): what is inside may
-    have any mode then.
+    A folder that the user chose stays if only this user can open it (mode 0700) and nobody else can
+    exchange it: what is inside may have any mode then.
 
     Args:
         environment: What is set already.
         several_hosts: The processes run on several hosts, each of which gets folders of its own for
             what is compiled while they run.
     """
+    shared = exchangeable_in(compiled_folder(environment)) is not None
     found = {}
-    for name, last in _NAMES.items():
+    for name in _NAMES:
         if not _is_private(environment.get(name, "")):
-            local = several_hosts and name in _WRITTEN_WHILE_TRAINING
+            local = shared or (several_hosts and name in _WRITTEN_WHILE_TRAINING)
             folder = host_folder() / "compiled" if local else compiled_folder(environment)
-            # torch adds its version only to the name of its own default folder.
-            found[name] = str(folder / last / (_torch() if name == EXTENSIONS else ""))
+            found[name] = str(folder / _last(name))
     return found
 
 
@@ -78,21 +78,28 @@ def extensions_folder(environment: Environment) -> str:
     return code_folders(environment).get(EXTENSIONS) or environment[EXTENSIONS]
 
 
-def make_code_folders(environment: Environment) -> None:
+def make_code_folders(environment: Environment) -> dict[str, str]:
     """Make the folders that an environment names, or check that existing ones are private. Call it
     right before they are used.
 
+    Returns:
+        The variables with the folders to use: those of this host where others could exchange the
+        ones that are named.
+
     Raises:
-        NotOwnError: Something else has the name of one: a link, another user's folder, or one that
-            others can write.
+        NotOwnError: Another user has made this user's folder of this host.
         OSError: One cannot be made.
     """
-    for folder in (Path(environment[name]) for name in _NAMES if environment.get(name)):
-        if folder.is_relative_to(host_folder()):
-            private_folder(
-                host_folder()
-            )  # whoever made it first, in /tmp, could exchange what is in it
-        private_folder(folder)
+    return {
+        name: str(code_folder(Path(folder), _last(name), host_folder()))
+        for name in _NAMES
+        if (folder := environment.get(name))
+    }
+
+
+def _last(name: str) -> str:
+    # torch adds its version only to the name of its own default folder.
+    return f"{_NAMES[name]}/{_torch()}" if name == EXTENSIONS else _NAMES[name]
 
 
 def _is_private(folder: str) -> bool:
@@ -101,6 +108,7 @@ def _is_private(folder: str) -> bool:
         path.is_absolute()
         and distrust_of_folder(path) is None
         and not stat.S_IMODE(path.lstat().st_mode) & 0o077
+        and exchangeable_in(path) is None
     )
 
 
@@ -265,6 +273,7 @@ def output_of(*command: str) -> str | None:
             timeout=_COMMAND_TIMEOUT_S,
             check=True,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **UNCACHED_COMPILERS},
         )
     except (OSError, subprocess.SubprocessError):
         return None

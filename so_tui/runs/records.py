@@ -590,6 +590,8 @@ class OutcomeCode(StrEnum):
     GPU_IN_USE = "gpu-in-use"
     HOST_DIFFERS = "host-differs"
     """The host is not the one that the launch was planned for."""
+    FOLDER_EXCHANGED = "folder-exchanged"
+    """Another folder got the name of the run directory."""
     NOT_STARTED = "not-started"
     """The processes could not be started for another reason."""
     STOP_OVERDUE = "stop-overdue"

@@ -186,7 +186,7 @@ def read_state(run: RunDirectory) -> RunState:
     or cannot be read.
     """
     remedy = "Check that this is the folder of a run."
-    return _read(run.state_path, RunState, "unreadable-state", remedy)[0]
+    return _read(run, run.state_path, RunState, "unreadable-state", remedy)[0]
 
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
@@ -202,7 +202,7 @@ def read_spec(run: RunDirectory) -> RunSpec:
         InputError: ``spec.json`` is missing or malformed.
     """
     remedy = "The run was written by another version of so-tui, or its folder is damaged."
-    spec, distrust = _read(run.spec_path, RunSpec, "unreadable-spec", remedy)
+    spec, distrust = _read(run, run.spec_path, RunSpec, "unreadable-spec", remedy)
     return spec if distrust is None else spec.changed("model", trust_remote_code=False)
 
 
@@ -214,7 +214,9 @@ def readable_spec(run: RunDirectory) -> RunSpec | None:
         return None
 
 
-def _read(path: Path, kind: type[T], code: str, remedy: str) -> tuple[T, Distrust | None]:
+def _read(
+    run: RunDirectory, path: Path, kind: type[T], code: str, remedy: str
+) -> tuple[T, Distrust | None]:
     """Return the content of a file, and why it is not this user's own; None if it is."""
     try:
         content, distrust = read_judged(path, LARGEST_FILE_BYTES)
@@ -224,5 +226,5 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> tuple[T, Distrus
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise reject(
-            code, "run", str(path.parent), f"{path.name} cannot be read: {reason}", remedy
+            code, "run", str(run.path), f"{path.name} cannot be read: {reason}", remedy
         ) from error

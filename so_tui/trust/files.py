@@ -157,17 +157,28 @@ def read_own(path: Path) -> bytes:
 
 
 def _read_own(path: Path) -> bytes:
+    with os.fdopen(open_own(path), "rb") as file:
+        return file.read()
+
+
+def open_own(path: Path) -> int:
+    """Open a regular file of this user that others cannot write, for reading. Links are not
+    followed.
+
+    Raises:
+        NotOwnError: It is not this user's own, or no regular file.
+        OSError: It cannot be opened.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotOwnError(path, Distrust.WRONG_KIND) from error
         raise
-    with os.fdopen(descriptor, "rb") as file:
-        distrust = distrust_of(descriptor, stat.S_IFREG)
-        if distrust is not None:
-            raise NotOwnError(path, distrust)
-        return file.read()
+    if (distrust := distrust_of(descriptor, stat.S_IFREG)) is not None:
+        os.close(descriptor)
+        raise NotOwnError(path, distrust)
+    return descriptor
 
 
 def distrust_of(descriptor: int, kind: int) -> Distrust | None:

@@ -8,8 +8,11 @@ compared with a hash of what was read before.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,6 +26,7 @@ from so_tui.trust.files import (
     others_can_write,
 )
 
+_LOG = logging.getLogger(__name__)
 _MOST_LINKS = 40
 """As many as Linux follows in one path."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -48,6 +52,11 @@ class Folder:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
+
+    @property
+    def at(self) -> Path:
+        """A path that leads here in this process alone, whatever has the folder's name by now."""
+        return Path(f"/proc/self/fd/{self.descriptor}")
 
     @property
     def distrust(self) -> Distrust | None:
@@ -76,6 +85,31 @@ class Folder:
             return distrust_of(descriptor, kind)
         finally:
             os.close(descriptor)
+
+    def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
+        """Yield what is not this user's own of something in it, and of everything below that. What
+        goes meanwhile is left out.
+
+        Args:
+            name: Its path below this folder.
+            kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``, if it must be that.
+
+        Raises:
+            OSError: Something cannot be opened.
+        """
+        with suppress(FileNotFoundError):
+            descriptor = self._opened(name, os.O_PATH)
+            try:
+                found = stat.S_IFMT(os.fstat(descriptor).st_mode)
+                usual = stat.S_IFDIR if found == stat.S_IFDIR else stat.S_IFREG
+                distrust = distrust_of(descriptor, kind or usual)
+            finally:
+                os.close(descriptor)
+            if distrust is not None:
+                yield NotOwnError(self.path / name, distrust)
+            elif found == stat.S_IFDIR:
+                for below in self.names(name):
+                    yield from self.foreign(f"{name}/{below}")
 
     def open(self, name: str) -> int:
         """Open a regular file in it for reading, and return the descriptor.
@@ -117,6 +151,17 @@ class Folder:
         finally:
             if at != self.descriptor:
                 os.close(at)
+
+
+def open_named(path: Path) -> Folder:
+    """Open the folder that has a name now, wherever links above it lead: one that is known by its
+    owner and by what is in it, so that it does not matter who can exchange it.
+
+    Raises:
+        OSError: There is no such folder, it cannot be entered, or its last name is a link
+            (``ENOTDIR``).
+    """
+    return Folder(path, os.open(path, _FOLDER), path.parent)
 
 
 def open_folder(path: Path) -> Folder:
@@ -185,14 +230,75 @@ def private_folder(path: Path) -> Path:
     """
     if not path.parent.exists():
         private_folder(path.parent)
-    try:
+    with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
-        if (distrust := distrust_of_folder(path)) is not None:
-            raise NotOwnError(path, distrust) from None
-        if stat.S_IMODE(path.lstat().st_mode) & 0o077:
-            path.chmod(0o700)
+    try:
+        folder = open_named(path)
+    except NotADirectoryError as error:
+        raise NotOwnError(path, Distrust.WRONG_KIND) from error
+    with folder:
+        if (distrust := folder.distrust) is not None:
+            raise NotOwnError(path, distrust)
+        if stat.S_IMODE(os.fstat(folder.descriptor).st_mode) & 0o077:
+            folder.at.chmod(0o700)
     return path
+
+
+def is_own_place(path: Path) -> bool:
+    """Return whether a folder, or the nearest one above it that exists, is this user's own."""
+    found = path.resolve()
+    while not os.path.lexists(found):
+        found = found.parent
+    return distrust_of_folder(found) is None
+
+
+# Folders from which code is loaded by path. Whoever can exchange one of them, or a folder above
+# it, decides what a process executes.
+
+
+def exchangeable_in(path: Path) -> Path | None:
+    """Return the folder in which other users can exchange a folder for another one; None if nobody
+    can. One that is missing is judged as if this user made it.
+    """
+    for found in (path, *path.parents):
+        try:
+            with open_folder(found) as folder:
+                if found != path and _others_can_rename(folder.descriptor, os.geteuid()):
+                    return found
+                return folder.exchangeable_in
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return found
+    return None
+
+
+def code_folder(path: Path, name: str, host: Path) -> Path:
+    """Make a private folder for code, and return it. Where others could exchange it, or it cannot
+    be made or written, make one of this host instead, and warn.
+
+    Args:
+        path: The folder.
+        name: The name of the one of this host, below ``compiled``.
+        host: This user's folder for what belongs to this host alone.
+
+    Raises:
+        NotOwnError: Another user has made the host's folder.
+        OSError: It cannot be made.
+    """
+    if not path.is_relative_to(host):
+        try:
+            private_folder(path)
+            above = exchangeable_in(path)
+            if above is None and os.access(path, os.W_OK):
+                return path
+            reason = f"others can rename folders in {above}" if above else "it cannot be written"
+        except OSError as error:
+            reason = str(error)
+        path = host / "compiled" / name
+        _LOG.warning("compiled code is kept in %s, on this host only: %s", path, reason)
+    private_folder(host)  # whoever made it first, in /tmp, could exchange what is in it
+    return private_folder(path)
 
 
 # Who may read what a run writes: its owner alone, or the owner's group with
@@ -217,15 +323,47 @@ def is_shared(folder: Path) -> bool:
 
 def make_run_folder(folder: Path, *, shared: bool) -> None:
     """Create a run folder with the modes that were chosen, whatever the umask is. A shared one
-    keeps the setgid bit of the folder above, so that its files belong to the project's group.
+    keeps the setgid bit of the folder above, so that its files belong to the project's group. The
+    access control list of a folder above would let others write what is made in this one, whatever
+    the umask is, so it ends here.
 
     Raises:
         FileExistsError: Another process was first.
         OSError: It cannot be made.
     """
     folder.mkdir(mode=0o700)
+    with suppress(OSError):  # there is none, or the file system has none
+        os.removexattr(folder, "system.posix_acl_default")
     if shared:
         folder.chmod(_SHARED_FOLDER | folder.stat().st_mode & stat.S_ISGID)
+
+
+def make_folders(folder: Path, *, shared: bool = False) -> None:
+    """Create a folder, and those above it that are missing, with the modes of a run folder. One
+    that exists keeps its mode: others may keep their runs in it.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    if not folder.is_dir():
+        make_folders(folder.parent, shared=shared)
+        with suppress(FileExistsError):  # another process was first
+            make_run_folder(folder, shared=shared)
+
+
+def close_to_group(path: Path) -> bool:
+    """Take the right to write in a folder of this user from the group, which earlier versions left
+    to the umask, and return whether it had that right.
+
+    Raises:
+        OSError: There is no such folder, or it cannot be changed.
+    """
+    with open_named(path) as folder:
+        mode = os.fstat(folder.descriptor).st_mode
+        if folder.distrust is not Distrust.OTHERS_CAN_WRITE or mode & stat.S_IWOTH:
+            return False
+        folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
+        return True
 
 
 def umask_of(folder: Path) -> int:

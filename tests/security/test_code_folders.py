@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from so_tui.machine.software import code_folders
-from tests.support.users import SharedMachine, User
+from tests.support.users import SharedMachine, User, host_folder_of
 
 USE = """
 import os
 from so_tui.machine.software import code_folders, make_code_folders
 environment = os.environ | code_folders(os.environ, several_hosts="SEVERAL_HOSTS" in os.environ)
-make_code_folders(environment)
+environment |= make_code_folders(environment)
 for name in code_folders({}):
     print(environment[name])
 """
@@ -73,7 +75,7 @@ def test_a_prepared_code_folder_is_not_used(machine: SharedMachine, how: str) ->
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_a_planted_code_folder_is_refused(machine: SharedMachine, kind: str) -> None:
+def test_a_planted_code_folder_is_not_used(machine: SharedMachine, kind: str) -> None:
     """The owner's cache is on a scratch file system that all users share."""
     cache = machine.scratch / "cache" / "so-tui" / "compiled"
     cache.mkdir(parents=True)
@@ -83,16 +85,103 @@ def test_a_planted_code_folder_is_refused(machine: SharedMachine, kind: str) -> 
         (cache / "triton").symlink_to(bait)
     else:
         bait.rename(cache / "triton")
-    code, _, errors = use(machine, {"XDG_CACHE_HOME": str(machine.scratch / "cache")})
-    assert code == 1
-    assert "NotOwnError" in errors
+    code, folders, errors = use(machine, {"XDG_CACHE_HOME": str(machine.scratch / "cache")})
+    assert code == 0, errors
+    elsewhere = [folder for folder in folders if not folder.is_relative_to(cache)]
+    assert elsewhere == [host_folder_of(machine.owner) / "compiled" / "triton"]
+    assert rights(elsewhere[0]) == (machine.owner.uid, PRIVATE)
     assert str(cache / "triton") in errors
+
+
+PROJECT = 61_999
+"""A group of several users."""
+
+
+@pytest.mark.parametrize("how", ["made first", "group can write", "another's project"])
+def test_code_is_not_kept_where_others_can_rename(machine: SharedMachine, how: str) -> None:
+    """Whoever renames a folder above exchanges what is loaded from the private one in it."""
+    above = machine.scratch / "cache"
+    above.mkdir()
+    (machine.other if how != "group can write" else machine.owner).give(above)
+    if how != "made first":
+        os.chown(above, -1, PROJECT)
+    above.chmod({"made first": 0o777, "group can write": 0o775}.get(how, 0o2770))
+    owner = replace(machine.owner, groups=(PROJECT,))
+    code, folders, errors = use(
+        replace(machine, owner=owner), {"XDG_CACHE_HOME": str(above), "CUDA_CACHE_PATH": "/"}
+    )
+    assert code == 0, errors
+    assert all(folder.is_relative_to(host_folder_of(owner)) for folder in folders)
+    assert {rights(folder) for folder in folders} == {(owner.uid, PRIVATE)}
+    assert list(above.iterdir()) == []
+    done = owner.so_tui("doctor", XDG_CACHE_HOME=str(above))
+    assert "Others could exchange the folder of compiled code" in done.stdout
+    assert str(above) in done.stdout
+
+
+def test_a_cache_that_is_a_link_into_scratch_is_kept(machine: SharedMachine) -> None:
+    target = machine.scratch / "ann"
+    target.mkdir()
+    (machine.owner.home / ".cache").symlink_to(target)
+    machine.owner.give(target, machine.owner.home)
+    code, folders, errors = use(machine)
+    assert (code, errors) == (0, "")
+    assert all(folder.resolve().is_relative_to(target) for folder in folders)
+
+
+@pytest.mark.skipif(shutil.which("ccache") is None, reason="needs ccache")
+@pytest.mark.parametrize("how", ["CCACHE_DIR", "CCACHE_REMOTE_STORAGE", "configuration"])
+def test_no_compiler_takes_objects_from_a_shared_cache(machine: SharedMachine, how: str) -> None:
+    """Debian's PATH and torch put ccache before the compiler; a site shares its cache."""
+    shared = machine.scratch / "ccache"
+    shared.mkdir()
+    shared.chmod(0o777)
+    variables = {"PATH": "/usr/lib/ccache:/usr/bin:/bin", "CCACHE_DIR": str(shared)}
+    if how == "CCACHE_REMOTE_STORAGE":
+        variables |= {how: f"file:{shared}", "CCACHE_DIR": str(machine.owner.home / "ccache")}
+    ran = machine.scratch / "ran"
+    if how == "configuration":
+        compiler = machine.scratch / "c++"
+        compiler.write_text(f"#!/bin/sh\ntouch {ran}\nexec g++ $*\n")
+        compiler.chmod(0o755)
+        (shared / "ccache.conf").write_text(f"path = {machine.scratch}\n")
+    compiling = """
+import os, subprocess, sys
+from pathlib import Path
+from so_tui.folders import UNCACHED_COMPILERS
+from so_tui.machine.software import _compiler
+assert _compiler()
+os.environ |= UNCACHED_COMPILERS if sys.argv[1] == "uncached" else {}
+source = Path(sys.argv[2])
+subprocess.run(["c++", "-c", source.name, "-o", "out.o"], cwd=source.parent, check=True)
+print(subprocess.run(["ccache", "-s", "-v"], capture_output=True, text=True).stdout)
+"""
+    folder = machine.owner.home / "source"
+    folder.mkdir()
+    source = folder / "source.cpp"
+    source.write_text("int main() { return 0; }\n")
+    machine.owner.give(folder)
+
+    def compile_it(how: str) -> subprocess.CompletedProcess[str]:
+        argv = (machine.owner.interpreter, "-P", "-c", compiling, how, str(source))
+        return machine.owner.run(*argv, timeout_s=60.0, umask=0o022, **variables)
+
+    for _ in range(2):
+        done = compile_it("uncached")
+        assert done.returncode == 0, done.stderr
+        assert [path.name for path in shared.rglob("*") if path.is_file()] == (
+            ["ccache.conf"] if how == "configuration" else []
+        )
+    assert not ran.exists()
+    # Without the variables the shared cache is used: the attack is a real one.
+    compile_it("cached")
+    assert ran.exists() if how == "configuration" else list(shared.iterdir())
 
 
 @pytest.fixture(params=[False, True], ids=["", "squatted"])
 def squatted(request: pytest.FixtureRequest, machine: SharedMachine) -> Iterator[Path | None]:
     """The owner's usual folder in /tmp, if the other user has made it; else None."""
-    usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
+    usual = host_folder_of(machine.owner)
     if request.param:
         assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
     yield usual if request.param else None
@@ -105,7 +194,7 @@ def test_a_squatted_folder_in_tmp_is_refused(squatted: Path | None, machine: Sha
     """Its owner could exchange the folders in it, whoever made those."""
     code, folders, errors = use(machine, {"SEVERAL_HOSTS": "1"})
     assert (code, "NotOwnError" in errors) == ((1, True) if squatted else (0, False)), errors
-    in_tmp = [folder.is_relative_to(f"/tmp/so-tui-{machine.owner.uid}") for folder in folders]
+    in_tmp = [folder.is_relative_to(host_folder_of(machine.owner)) for folder in folders]
     assert any(in_tmp) != bool(squatted)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.folders import kernel_folder
 from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
 from superoffload import kernel
 from superoffload.worker import (
@@ -282,29 +280,20 @@ def test_other_parameters_steps_and_elements_round_differently() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_private_cache_a_kernel_is_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_private_cache_a_kernel_is_of_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    monkeypatch.setattr(kernel, "host_folder", lambda: tmp_path / "file")
     with coded(superoffload.OffloadError, "no-cache-folder"):
         kernel.library()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match="this process only"):
-        built = kernel.library()
-    assert (built.parent.parent, stat.S_IMODE(built.parent.stat().st_mode)) == (tmp_path, 0o700)
+    monkeypatch.setattr(kernel, "host_folder", lambda: tmp_path / "host")
+    built = kernel.library()
+    assert "on this host only" in caplog.text
+    assert built.parent == tmp_path / "host" / "compiled" / "kernels"
+    assert stat.S_IMODE(built.parent.stat().st_mode) == 0o700
     assert kernel.library() == built
-
-
-def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    for variable in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-        assert kernel._cache_folder() == kernel_folder(os.environ)
-        assert kernel._cache_folder().is_relative_to(tmp_path / variable)
 
 
 @pytest.mark.slow

@@ -98,6 +98,11 @@ class SharedMachine:
     """Everyone may create files here, and only their owner may remove them (mode 1777)."""
 
 
+def host_folder_of(user: User) -> Path:
+    """Return the folder in which a user's so-tui keeps what belongs to one host."""
+    return Path(f"/tmp/so-tui-{user.uid}")
+
+
 @pytest.fixture
 def machine() -> Iterator[SharedMachine]:
     """Yield two users with empty homes, whose traces and processes go. Skips unless root."""
@@ -114,6 +119,7 @@ def machine() -> Iterator[SharedMachine]:
         for user in (owner, other):
             # A process may signal all processes of its own user.
             user.python("import os, signal; os.kill(-1, signal.SIGKILL)")
+            shutil.rmtree(host_folder_of(user), ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -201,7 +201,11 @@ def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
         ("rows.parquet", "no parquet", "data-source-unreadable"),
         ("rows.csv", "instruction,output\n", "data-source-empty"),
         ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
-        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], "data-source-unreadable"),
+        (
+            "rows.jsonl.gz",
+            gzip.compress(GOOD.encode() * 100, mtime=0)[:60],
+            "data-source-unreadable",
+        ),
     ],
 )
 def test_an_unusable_file_is_named(

@@ -24,10 +24,12 @@ from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_sour
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.files import Distrust, distrust_of_folder
+from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.foreign import without_links
 from so_tui_trainer.model.config import load_config, stored_config
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
@@ -117,11 +119,18 @@ class Stage:
 
 
 def export(
-    checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: Stage | None = None
+    checkpoint: Path,
+    folder: Path,
+    run_name: str,
+    spec: RunSpec,
+    stage: Stage | None = None,
+    *,
+    shared: bool = False,
 ) -> int:
     """Write the model of a checkpoint into ``folder``, for ``from_pretrained``.
 
-    The folder appears when it is complete, and replaces only an older export.
+    The folder appears when it is complete, and replaces only an older export. Nobody else can open
+    it, unless it is shared.
 
     Args:
         checkpoint: The checkpoint's folder.
@@ -129,6 +138,7 @@ def export(
         run_name: The run's name, for the marker.
         spec: The run's own spec. It alone says which model this is: a checkpoint is data.
         stage: Is told how far it is.
+        shared: Whether the group may read it, without ``SO_TUI_SHARE``, too.
 
     Returns:
         Bytes of the export.
@@ -137,7 +147,7 @@ def export(
         OSError: A file cannot be read or written.
         InputError: The checkpoint is of another model (``model-differs``, ``checkpoint-differs``),
             the folder holds something else or is another user's, the disk is full, or tokenizer or
-            configuration cannot be loaded.
+            configuration cannot be loaded or are no files of their folder.
     """
     folder, stage = folder.resolve(), stage or Stage()
     refuse_foreign(folder)
@@ -151,7 +161,9 @@ def export(
                 f"is not the model of the checkpoint, which is {found}",
                 "Restore the run's spec.json.",
             )
-    config = load_config(spec.model)
+    with without_links(spec.model) as given:
+        config, tokenizer = load_config(given), load_tokenizer(given)
+        generation = _generation_config(given, config, tokenizer)
     model: Any = meta_model(config)
     shapes = trained_shapes(model)
     stage.read(shapes)
@@ -159,9 +171,9 @@ def export(
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
-    tokenizer = load_tokenizer(spec.model)
-    model.generation_config = _generation_config(spec.model, config, tokenizer)
-    with replacing(folder, _marker_of(run_name, manifest.step, spec.model)) as partial:
+    model.generation_config = generation
+    mark = _marker_of(run_name, manifest.step, spec.model)
+    with replacing(folder, mark, shared=shared) as partial:
         stage.write(partial, state)
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
@@ -292,19 +304,22 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
+def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iterator[Path]:
     """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after
-    an error.
+    an error. Nobody else can open it; the group can if it is shared, or with ``SO_TUI_SHARE``.
     """
+    shared |= os.environ.get(VARIABLE) == GROUP
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     for path in (folder, partial, old):
         refuse_foreign(path)
     for left in (partial, old):  # Left behind by an export that was killed.
         shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir()
+    make_run_folder(partial, shared=shared)
     try:
         (partial / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
+        for path in partial.rglob("*"):
+            path.chmod((0o750 if path.is_dir() else 0o640) & (0o777 if shared else 0o700))
         # Writing takes minutes; somebody may have put something there meanwhile.
         refuse_foreign(folder)
         if folder.exists():

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -21,9 +22,10 @@ from so_tui.machine.software import code_folders
 from so_tui.spec import InputError, ModelSpec, resolve_source
 from so_tui.spec.consents import Code, is_allowed
 from so_tui.spec.errors import reject
-from so_tui.trust.files import UnfitFileError, read_bounded
+from so_tui.trust.files import Distrust, NotOwnError
 from so_tui.trust.folders import private_folder
 from so_tui.units import disk_size, thousands
+from so_tui_trainer.foreign import copy_files, is_own
 from so_tui_trainer.hub import model_problem
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ def loadable(
         raise code.refusal(field)
     from transformers.utils.hub import HF_MODULES_CACHE
 
-    private_folder(Path(HF_MODULES_CACHE))  # from where transformers imports
+    if _modules() != Path(HF_MODULES_CACHE):  # from where transformers imports
+        raise NotOwnError(Path(HF_MODULES_CACHE), Distrust.OTHERS_CAN_WRITE)
     _allowed.add(code.folder)
     return {"pretrained_model_name_or_path": code.folder, "trust_remote_code": True}
 
@@ -96,16 +99,19 @@ def copied(source: str, revision: str, field: str) -> Code:
     here = Path(source)
     is_folder = here.is_dir()
     folder = here.absolute() if is_folder else _downloaded(source, revision)
-    environment = {**os.environ, **code_folders(os.environ)}
-    root = private_folder(Path(environment[_MODULES]) / "so-tui")
+    root = private_folder(_modules() / "so-tui")
     partial = Path(tempfile.mkdtemp(dir=root))
     python, everything, files = hashlib.sha256(), hashlib.sha256(), list[str]()
     try:
-        for name in _small_files(folder, source, field):
-            content = _read(folder / name, source, field)
-            target = partial / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+        names = [*_small_files(folder, source, field)]
+        if is_own(folder.resolve()):
+            for name in names:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / name, partial / name)
+        else:
+            copy_files(folder.resolve(), names, partial, field)
+        for name in names:
+            content = (partial / name).read_bytes()
             file = hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest()
             everything.update(file)
             if fnmatch(name, _PYTHON):
@@ -127,6 +133,11 @@ def copied(source: str, revision: str, field: str) -> Code:
         files=tuple(files),
         folder=str(final),
     )
+
+
+def _modules() -> Path:
+    """Return the folder for the code of models that nobody else can write or exchange."""
+    return Path(code_folders(os.environ).get(_MODULES) or os.environ[_MODULES])
 
 
 def _downloaded(source: str, revision: str) -> Path:
@@ -151,18 +162,13 @@ def _small_files(folder: Path, source: str, field: str) -> Iterator[str]:
         for name in sorted(names):
             if any(fnmatch(name, pattern) for pattern in _COPIED):
                 seen += 1
+                found = (Path(at) / name).stat()
+                if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
+                    size = disk_size(_LARGEST_BYTES)
+                    raise _too_large(source, field, f"{name}, no regular file of at most {size}")
                 yield os.path.relpath(Path(at) / name, folder)
             if seen > _MOST_FILES:
                 raise _too_large(source, field, f"more than {thousands(_MOST_FILES)} files")
-
-
-def _read(path: Path, source: str, field: str) -> bytes:
-    try:
-        return read_bounded(path, _LARGEST_BYTES)
-    except UnfitFileError as error:
-        size = disk_size(_LARGEST_BYTES)
-        what = "is no regular file" if error.code == "not-a-file" else f"is larger than {size}"
-        raise _too_large(source, field, f"{path.name}, which {what}") from error
 
 
 def _too_large(source: str, field: str, what: str) -> InputError:

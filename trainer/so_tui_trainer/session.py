@@ -39,6 +39,7 @@ from so_tui.runs.records import (
 from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import REGENERATE
+from so_tui.trust.folders import is_shared
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
 from so_tui_trainer.checkpoint_folder import Found
@@ -497,7 +498,8 @@ class Session:
 
         self.recorder.phase("saving", "Hugging Face folder")
         if ranks.first:
-            export(Path(outcome.saved), self.run.path / "export", self.run.name, self.spec)
+            folder, shared = self.run.path / "export", is_shared(self.run.path)
+            export(Path(outcome.saved), folder, self.run.name, self.spec, shared=shared)
         ranks.barrier()
 
     def _load_stage(self, stage: LoadStage, detail: str, done: int = 0, total: int = 0) -> None:

@@ -7,83 +7,21 @@ write.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
+from so_tui.folders import UNCACHED_COMPILERS, host_folder, kernel_folder
+from so_tui.trust.files import distrust_of_file, open_own
+from so_tui.trust.folders import code_folder
 from superoffload.errors import OffloadError
-
-# Folders and files that only this user can have written, because whoever writes compiled code
-# decides what this user runs.
-
-
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-def _make_private(folder: Path) -> bool:
-    """Make a folder that only this user can open, or check that an existing one is this user's own
-    and take others' rights from it.
-
-    Returns:
-        Whether the folder can be used. A link, another user's folder and one that others can write
-        cannot.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        own = _is_own(found, stat.S_IFDIR)
-        if own and stat.S_IMODE(found.st_mode) != 0o700:
-            folder.chmod(0o700)
-    except OSError:
-        return False
-    return own and os.access(folder, os.W_OK)
-
-
-def _open_own(path: Path) -> int | None:
-    """Open a file for reading if it is this user's own: a regular file, no link, and nobody else
-    can write it.
-
-    The open file is checked, so nobody can replace it between the check and its use through the
-    descriptor.
-
-    Returns:
-        The descriptor, or None for any other file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    if _is_own(os.fstat(descriptor), stat.S_IFREG):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _is_own(found: os.stat_result, kind: int) -> bool:
-    """Return whether a file is of a kind, belongs to this user, and no other user can write it."""
-    return (
-        stat.S_IFMT(found.st_mode) == kind
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & _OTHERS_WRITE
-    )
-
-
-def _is_own_file(path: Path) -> bool:
-    descriptor = _open_own(path)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
-
 
 SOURCE = Path(__file__).with_name("adam.cpp")
 HEADER = SOURCE.with_name("moments.h")
@@ -112,13 +50,14 @@ def library() -> Path:
             (``compiler-failed``), or no folder can be used (``no-cache-folder``).
     """
     compiler, folder = _compiler(), _cache_folder()
-    if not _make_private(folder):
-        folder = _folder_of_this_process(folder)
     if compiler is None:
         return _cached(folder)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    uncached = {**os.environ, **UNCACHED_COMPILERS}
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=False, env=uncached
+    )
     path = folder / f"adam-{_cpu_key()}-{_digest(compiler, version.stdout)}.so"
-    if not _is_own_file(path):
+    if distrust_of_file(path) is not None:
         if os.path.lexists(path):
             warnings.warn(
                 f"{path} is a link, belongs to another user or can be written by others; it is "
@@ -132,6 +71,7 @@ def library() -> Path:
                 capture_output=True,
                 text=True,
                 check=False,
+                env=uncached,
             )
             if done.returncode != 0:
                 raise OffloadError(
@@ -154,13 +94,14 @@ def opened(path: Path) -> Iterator[int]:
     Raises:
         OffloadError: Somebody else can have written it (``kernel-not-own``).
     """
-    descriptor = _open_own(path)
-    if descriptor is None:
+    try:
+        descriptor = open_own(path)
+    except OSError as error:
         raise OffloadError(
             f"{path} is missing, a link, belongs to another user or can be written by others, so "
             f"it is not loaded. Remove it, and see who can write {path.parent}.",
             code="kernel-not-own",
-        )
+        ) from error
     try:
         yield descriptor
     finally:
@@ -175,15 +116,17 @@ def loadable(descriptor: int) -> str:
 
 
 def _cache_folder() -> Path:
-    """Return the folder for compiled kernels in the user's XDG cache. The doctor looks for them
-    there, too.
+    """Make the folder for compiled kernels: in the user's XDG cache, where the doctor looks for
+    them, too, or one of this host alone if others could exchange that.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (
-        (base if base.is_absolute() else Path(os.environ.get("HOME") or Path.home()) / ".cache")
-        / "so-tui"
-        / "kernels"
-    )
+    try:
+        return code_folder(kernel_folder(os.environ), "kernels", host_folder())
+    except OSError as error:
+        raise OffloadError(
+            f"There is no folder of your own for the compiled CPU Adam kernel: {error}. Set "
+            "XDG_CACHE_HOME.",
+            code="no-cache-folder",
+        ) from error
 
 
 def _compiler() -> str | None:
@@ -198,7 +141,8 @@ def _compiler() -> str | None:
 
 
 def _cached(folder: Path) -> Path:
-    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if _is_own_file(path))
+    found = folder.glob(f"adam-{_cpu_key()}-*.so")
+    cached = sorted(path for path in found if distrust_of_file(path) is None)
     if not cached:
         raise OffloadError(
             "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to "
@@ -207,28 +151,6 @@ def _cached(folder: Path) -> Path:
             code="no-compiler",
         )
     return cached[-1]
-
-
-@cache
-def _folder_of_this_process(unusable: Path) -> Path:
-    """Make a folder that only this user can open, and that is removed when this process ends."""
-    try:
-        # A name that others cannot predict and take first.
-        made = Path(tempfile.mkdtemp(prefix="so-tui-kernels-"))
-    except OSError as error:
-        raise OffloadError(
-            f"There is no folder of your own for the compiled CPU Adam kernel: {unusable} cannot "
-            f"be used, and {error}. Set XDG_CACHE_HOME.",
-            code="no-cache-folder",
-        ) from error
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    warnings.warn(
-        f"{unusable} cannot be written, or others can write it, so the CPU Adam kernel is "
-        "compiled for this process only. Make it a folder of your own (mode 0700), or set "
-        "XDG_CACHE_HOME.",
-        stacklevel=3,
-    )
-    return made
 
 
 def _cpu_key() -> str:

@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from so_tui.folders import Environment
+from so_tui.folders import Environment, cache_home
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
@@ -40,6 +40,7 @@ from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import read_bounded
+from so_tui.trust.folders import is_own_place
 from so_tui.trust.text import so_tui_command
 
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
@@ -73,7 +74,9 @@ class _HubCache:
             or environment.get("HUGGINGFACE_HUB_CACHE")
             or home / "hub"
         ).expanduser()
-        self.datasets = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        given = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        # The trainer does not read rows that others may have prepared.
+        self.datasets = given if is_own_place(given) else cache_home(environment) / "datasets"
 
     def snapshot(self, name: str, revision: str) -> Path | None:
         """Return the folder of a model's files at a branch, tag or commit; None if there is
@@ -230,17 +233,20 @@ class SlurmExecutor(Executor):
         for the attempt ``works_in``, and which Slurm has started again.
         """
         self._edit, self._job_id, self._works_in = edit, job_id, works_in
+        self.digest = ""
+        """The hash of the launch that was started last."""
 
-    def start(self, run: RunDirectory, attempt: int) -> None:
+    def start(self, run: RunDirectory, attempt: int, digest: str = "") -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued``
         before Slurm can start the job.
         """
-        launch = read_launch(run, attempt)
+        launch = read_launch(run, attempt, digest)
+        self.digest = digest
         plan = launch.plan
         name = site_name(plan.spec.slurm.site)
         site = load_site(name)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
-        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run)))
+        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run), digest))
         submission = Submission(
             cluster=cluster,
             partition=plan.spec.slurm.partition,
@@ -258,9 +264,8 @@ class SlurmExecutor(Executor):
             queued = queued_state(before)
             write_state(run, queued)
         try:
-            job_id = self._job_id or client.submit(
-                str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
-            )
+            folder = run.named(run.attempt_dir(attempt))
+            job_id = self._job_id or client.submit(script, str(folder), os.environ)
         except BaseException as error:
             if (
                 read_state(run) == queued

@@ -57,6 +57,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The processes disappeared while no supervisor was running."""
     oom_kills: int = 0
     """Processes that the kernel killed for lack of memory during the attempt."""
+    exchanged: bool = False
+    """Another folder has the name of the run directory."""
     missing_network: str = ""
     """The network that the site expects between nodes, where NCCL uses TCP sockets instead."""
     disk_full: bool = False
@@ -116,6 +118,8 @@ def conclude(evidence: Evidence) -> Outcome:
             reported=end.reason,
             advice=end.suggestion,
         )
+    if evidence.exchanged:
+        return Outcome(code=OutcomeCode.FOLDER_EXCHANGED)
     if evidence.missing_network:
         return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:

@@ -22,10 +22,13 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import astuple, replace
 
-from so_tui.spec import DataSpec, InputError, RunSpec
+from so_tui.spec import DataSpec, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
+from so_tui.trust.files import NotOwnError
+from so_tui.trust.folders import open_named
 from so_tui.units import significant, thousands
+from so_tui_trainer.foreign import unwritable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -259,11 +262,19 @@ def read(folder: Path, data: DataSpec) -> Documents:
     Args:
         folder: The entry.
         data: The data section that it was made for.
+
+    Raises:
+        NotOwnError: The entry is not this user's own.
+        OSError: It cannot be read.
     """
-    info = _info(folder)
-    tokens, trained, offsets, rows = (
-        np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
-    )
+    with open_named(folder) as opened:
+        if (distrust := opened.distrust) is not None:
+            raise NotOwnError(folder, distrust)
+        info = _info(opened.at)
+        tokens, trained, offsets, rows = (
+            np.memmap(opened.at / f"{name}.bin", dtype=kind, mode="r")
+            for name, kind in _ARRAYS.items()
+        )
     parts = tuple(
         replace(tally, source=source.source, weight=source.weight)
         for source, tally in zip(data.sources, info.tallies, strict=True)
@@ -294,7 +305,6 @@ class Writer:
         """
         self._folder = folder
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             for path in folder.parent.glob("*.partial-*"):
                 with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
                     if time.time() - path.stat().st_mtime > _STALE_S:
@@ -303,7 +313,7 @@ class Writer:
                 tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
             )
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise unwritable(folder.parent, error) from error
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
         """Append to an array.
@@ -315,7 +325,7 @@ class Writer:
             with (self.partial / f"{name}.bin").open("ab") as file:
                 file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
         except OSError as error:
-            raise _unwritable(self._folder, error) from error
+            raise unwritable(self._folder.parent, error) from error
 
     def take(self, name: str, source: Path) -> None:
         """Move the content of a raw file to the end of an array.
@@ -328,7 +338,7 @@ class Writer:
                 shutil.copyfileobj(piece, file, _BLOCK_BYTES)
             source.unlink()
         except OSError as error:
-            raise _unwritable(self._folder, error) from error
+            raise unwritable(self._folder.parent, error) from error
 
     def publish(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
         """Name the entry. If another run was faster, its entry stays.
@@ -348,7 +358,7 @@ class Writer:
             shutil.rmtree(self._folder / "damaged", ignore_errors=True)
         except OSError as error:
             if not intact(self._folder):
-                raise _unwritable(self._folder, error) from error
+                raise unwritable(self._folder.parent, error) from error
 
 
 def _info(folder: Path) -> _Info:
@@ -361,16 +371,6 @@ def _checksum(path: Path) -> tuple[int, int]:
         while block := file.read(_BLOCK_BYTES):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
-
-
-def _unwritable(folder: Path, error: OSError) -> InputError:
-    return reject(
-        "cache-unwritable",
-        "XDG_CACHE_HOME",
-        str(folder.parent),
-        f"cannot be written ({error.strerror})",
-        "Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
-    )
 
 
 # Pack documents into training sequences. Pure functions on lengths.

@@ -25,6 +25,7 @@ import numpy as np
 from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
 from so_tui.spec.check import exists
 from so_tui.spec.errors import reject
+from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
     TEXT_COLUMNS,
@@ -34,6 +35,7 @@ from so_tui_trainer.data.rows import (
     layout_of,
     read_row,
 )
+from so_tui_trainer.foreign import datasets_cache, link_elsewhere
 from so_tui_trainer.hub import causes
 
 if TYPE_CHECKING:
@@ -234,6 +236,14 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     """
     import datasets
 
+    if (link := link_elsewhere(path)) is not None:
+        raise reject(
+            "data-link-leads-out",
+            "data.source",
+            source.source,
+            f"{link} is another user's link to somebody else's files",
+            "Copy what you want to train on into a folder of your own.",
+        )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
@@ -303,18 +313,12 @@ def _cache_dir(files: Iterable[Path]) -> str:
     ``datasets`` itself recognises changed files only by their modification time, which copying may
     preserve.
     """
-    import datasets
-
     states = [
         (str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns)
         for file in files
         for state in (file.stat(),)
     ]
-    return str(
-        Path(datasets.config.HF_DATASETS_CACHE)
-        / "so-tui"
-        / hashlib.sha256(repr(states).encode()).hexdigest()[:16]
-    )
+    return str(datasets_cache() / "so-tui" / hashlib.sha256(repr(states).encode()).hexdigest()[:16])
 
 
 def _ignored_files(folder: Path) -> tuple[str, ...]:
@@ -324,7 +328,8 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     """
     import datasets
 
-    config = datasets.load_dataset_builder(str(folder)).config
+    builder = datasets.load_dataset_builder(str(folder), cache_dir=str(datasets_cache()))
+    config = builder.config
     used = {Path(file).resolve() for files in (config.data_files or {}).values() for file in files}
     ignored = [
         str(path.relative_to(folder))
@@ -554,14 +559,13 @@ def _unwritable_cache(error: BaseException) -> InputError | None:
     Returns:
         None if the error comes from elsewhere.
     """
-    import datasets
     from huggingface_hub import constants
 
     error = _root_cause(error)
     if not isinstance(error, OSError):
         return None
     caches = {
-        Path(datasets.config.HF_DATASETS_CACHE): ("HF_DATASETS_CACHE", "HF_HOME"),
+        datasets_cache(): ("HF_DATASETS_CACHE", "HF_HOME"),
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
     folder = None
@@ -664,6 +668,8 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
 
     name, path = resolve_source(source.source), _path_of(source)
     try:
+        if not (rows := datasets_cache()).exists():
+            private_folder(rows)
         if path.exists() and not path.is_dir():
             _check_file(path, source)
             if path.stat().st_size == 0:
@@ -673,7 +679,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return _read_folder(path, source)
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
-        return _read_verbatim(source, name, source.subset or None), ()
+        return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()
     except (
         OSError,
         ValueError,

@@ -27,6 +27,7 @@ from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
+from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.remote_code import loadable, refuse_without_consent
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     """
     tokenizer = load_tokenizer(spec.model)
     sources = open_sources(spec.data)
-    folder = (cache_dir or cache_home() / "data") / cache.fingerprint(sources, tokenizer, spec)
+    folder = own_entry(
+        cache_dir or cache_home() / "data", cache.fingerprint(sources, tokenizer, spec)
+    )
     if not cache.intact(folder):
         yield from _tokenise(
             sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder

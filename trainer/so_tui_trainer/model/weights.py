@@ -26,6 +26,7 @@ from so_tui.folders import cache_home
 from so_tui.spec import ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.units import plural, thousands
+from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
 from so_tui_trainer.remote_code import code_of
@@ -300,9 +301,8 @@ def prepare_weights(model: ModelSpec) -> Iterator[str]:
     """
     source = downloaded(model)
     target = trainable_folder(source)
-    if target.is_dir():
+    if target == source or own_entry(target.parent, target.name).is_dir():
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(target.name + ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # which the kernel releases when the process ends
         yield from mxfp4.convert(source, target)

@@ -30,6 +30,7 @@ def _export_run(request: Answer) -> Iterator[Answer]:
     """
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory, read_spec
+    from so_tui.trust.folders import is_shared
     from so_tui_trainer.export import Stage, export, refuse_foreign
 
     run = RunDirectory(Path(request["run"]))
@@ -41,11 +42,15 @@ def _export_run(request: Answer) -> Iterator[Answer]:
         )  # But never recreate a run's own folder that somebody has deleted.
     spec = read_spec(run)
     stage = Stage()
+    shared = not request.get("to") and is_shared(run.path)
     step, size = yield from with_newest(
         run,
         spec,
         "exporting",
-        lambda found: (found.manifest.step, export(found.path, folder, run.name, spec, stage)),
+        lambda found: (
+            found.manifest.step,
+            export(found.path, folder, run.name, spec, stage, shared=shared),
+        ),
         lambda: _progress(stage),
     )
     yield {"folder": str(folder), "bytes": size, "step": step, "done": True}
