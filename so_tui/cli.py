@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
     try:
-        code = _call(arguments)
+        code = _call_asking(arguments)
         try:
             print(
                 end="", flush=True
@@ -82,6 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             _discard_output()
         _report(str(problem))
         return InputError.exit_code
+
+
+def _call_asking(arguments: Namespace) -> int:
+    """Call the command; if it refuses code of a model, ask on the terminal whether to allow it, and
+    call it again. Returns and raises as the command.
+    """
+    from so_tui.spec.errors import InputError
+
+    while True:
+        try:
+            return _call(arguments)
+        except InputError as error:
+            from so_tui.commands.trust import asked_to_allow
+
+            if not asked_to_allow(error):
+                raise
 
 
 def _call(arguments: Namespace) -> int:

@@ -349,6 +349,12 @@ def _changes(
             "0",
             "NCCL's status service would answer every user of this host",
         ),
+        (
+            True,
+            "USE_HUB_KERNELS",
+            "0",
+            "transformers loads no programs of others from the hub",
+        ),
         *(
             (
                 True,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 # Read files that anybody may have written: regular files only, and only as much as the caller
 # expects.
@@ -23,6 +23,7 @@ from typing import Literal
 # A pipe would block, a device never end, and a file of gigabytes fill the memory.
 
 
+T = TypeVar("T")
 _TRIES = 5
 """How often a file is opened that other hosts replace meanwhile. They do so about once a second."""
 _BLOCK_BYTES = 1 << 13
@@ -74,8 +75,15 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         UnfitFileError: It is not a regular file, or larger.
         OSError: It cannot be read.
     """
+    return read_judged(path, limit_bytes)[0]
 
-    def read() -> bytes:
+
+def read_judged(path: Path, limit_bytes: int) -> tuple[bytes, Distrust | None]:
+    """Return what ``read_bounded`` does, and why the file that was read is not this user's own;
+    None if it is.
+    """
+
+    def read() -> tuple[bytes, Distrust | None]:
         descriptor = open_descriptor(path)
         try:
             # Asked for the limit, Python would allocate that much for each small file.
@@ -85,14 +93,14 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
             while left > 0 and (part := os.read(descriptor, min(left, block_bytes))):
                 parts.append(part)
                 left -= len(part)
-            return b"".join(parts)
+            return b"".join(parts), distrust_of(descriptor, stat.S_IFREG)
         finally:
             os.close(descriptor)
 
-    content = _despite_replacement(read)
+    content, distrust = _despite_replacement(read)
     if len(content) > limit_bytes:
         raise UnfitFileError(path, "too-large", limit_bytes)
-    return content
+    return content, distrust
 
 
 def names_in(folder: Path) -> list[str]:
@@ -110,7 +118,7 @@ def names_in(folder: Path) -> list[str]:
         raise
 
 
-def _despite_replacement(read: Callable[[], bytes]) -> bytes:
+def _despite_replacement(read: Callable[[], T]) -> T:
     """Return what a function reads that opens a file, called again if another host replaced the
     file in between.
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
 from so_tui_trainer.hub import model_problem
+from so_tui_trainer.remote_code import loadable, refuse_without_consent, without_hub_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -111,13 +112,13 @@ def _is_computed(owner: type, name: str) -> bool:
 
 
 def stored_config(model: ModelSpec) -> PretrainedConfig:
-    """Read the config.json of a hub id or a folder. Raises whatever transformers does."""
+    """Read the config.json of a hub id or a folder. Raises whatever transformers does, and as
+    ``loadable``.
+    """
     from transformers import AutoConfig
 
-    result: PretrainedConfig = AutoConfig.from_pretrained(
-        resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    return result
+    result: PretrainedConfig = AutoConfig.from_pretrained(**loadable(model))
+    return without_hub_kernels(result)
 
 
 def _given_config(model: ModelSpec) -> PretrainedConfig:
@@ -136,7 +137,10 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
             f"lacks {error}",
             "Give the model's `config.json` as `[model.config]`, with `model_type`.",
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # a damaged config.json raises whatever it leads to
+        refuse_without_consent(model, error)
         message = f"cannot be read ({first_line(error)})"
         if model.weights == "random":
             raise reject(

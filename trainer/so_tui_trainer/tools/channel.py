@@ -150,26 +150,6 @@ def _reported(
                 return future.result()
 
 
-def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
-    """Refuse to run a model's code because of a spec that this user did not write.
-
-    Raises:
-        InputError: ``model.trust_remote_code`` is set in the spec of another user, or in one that
-            others can write (``not-your-spec``).
-    """
-    from so_tui.trust.files import distrust_of_file
-
-    if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
-        raise reject(
-            "not-your-spec",
-            "model.trust_remote_code",
-            "true",
-            f"asks to run the model's code, but {run.spec_path} is not a file that only you can "
-            f"write ({distrust})",
-            "Copy the run, read its spec.json, and use the copy.",
-        )
-
-
 def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     from so_tui.runs.directory import checkpoints_folder, missing_checkpoints, run_id
     from so_tui.runs.state import read_state
