@@ -47,11 +47,10 @@ from so_tui.launch.command import Placeholder
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
-from so_tui.launch.supervisor.processes import known_id
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
-from so_tui.runs.directory import run_id
+from so_tui.runs.directory import known_id, run_id
 from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, StepRecord
 from so_tui.spec import RunSpec, find_preset, with_values
 
@@ -316,11 +315,12 @@ def _attempt(
     """
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
-    write_launch(run, attempt, launch)
+    digest = write_launch(run, attempt, launch)
     here = launch.resolved(
         {
             Placeholder.RUN: str(run.path),
             Placeholder.RUN_ID: known_id(run),
+            Placeholder.LAUNCH: digest,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
         }

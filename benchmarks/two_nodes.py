@@ -35,12 +35,12 @@ from so_tui.launch.supervisor.host import (
     numbered,
 )
 from so_tui.launch.supervisor.host_check import lock_folder
-from so_tui.launch.supervisor.processes import known_id
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.directory import known_id
 from so_tui.runs.metrics import MetricsReader
 from so_tui.spec import RunSpec, find_preset, with_values
 
@@ -120,11 +120,8 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
             launch,
             plan=msgspec.structs.replace(launch.plan, binding=numbered(launch.plan.binding, node)),
         )
-        if nodes.first:
-            write_launch(run, attempt, launch)
-        else:
-            write_launch(run, attempt, launch, node)
-        launchers.append(_start(run, attempt, nodes, launch))
+        digest = write_launch(run, attempt, launch, node)
+        launchers.append(_start(run, attempt, nodes, launch, digest))
     failed = [launcher.wait(TIMEOUT_S) for launcher in launchers]
     if any(failed):
         raise RuntimeError(
@@ -134,7 +131,7 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
 
 
 def _start(
-    run: RunDirectory, attempt: int, nodes: Nodes, launch: Launch
+    run: RunDirectory, attempt: int, nodes: Nodes, launch: Launch, digest: str
 ) -> subprocess.Popen[bytes]:
     if nodes.count == 1:
         meeting, others = init_method(make_rendezvous(lock_folder(), run.path, attempt)), {}
@@ -147,6 +144,7 @@ def _start(
             **others,
             Placeholder.RUN: str(run.path),
             Placeholder.RUN_ID: known_id(run),
+            Placeholder.LAUNCH: digest,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: meeting,
         }

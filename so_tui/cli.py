@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -96,7 +97,7 @@ def _main(argv: Sequence[str] | None) -> int:
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
     try:
-        code = _call(arguments)
+        code = _call_asking(arguments)
         try:
             print(
                 end="", flush=True
@@ -124,10 +125,27 @@ def _main(argv: Sequence[str] | None) -> int:
         problem = _problem_of(error)
         if problem is None:
             raise
+        logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
             _discard_output()
         _report(str(problem))
         return InputError.exit_code
+
+
+def _call_asking(arguments: Namespace) -> int:
+    """Call the command; if it refuses code of a model, ask on the terminal whether to allow it, and
+    call it again. Returns and raises as the command.
+    """
+    from so_tui.spec.errors import InputError
+
+    while True:
+        try:
+            return _call(arguments)
+        except InputError as error:
+            from so_tui.commands.trust import asked_to_allow
+
+            if not asked_to_allow(error):
+                raise
 
 
 def _call(arguments: Namespace) -> int:
@@ -164,9 +182,7 @@ def _report(*messages: str) -> None:
 
 
 def _problem_of(error: OSError) -> Problem | None:
-    """Return the problem if the user can fix it: a name that is too long, no permission, or a full
-    disk. None for any other error.
-    """
+    """Return the problem of a file or of the output; None for an error that concerns neither."""
     from so_tui.spec.errors import Problem, shown
 
     name = str(error.filename or "")
@@ -179,7 +195,9 @@ def _problem_of(error: OSError) -> Problem | None:
         remedy = "Check its rights and those of the folders above it, or name another."
         return Problem("no-permission", "path", shown(name), message, remedy)
     if error.errno not in _UNWRITABLE:
-        return None
+        message = f"cannot be used ({error.strerror})"
+        remedy = "Check what is there, and that its file system answers."
+        return Problem("file-not-usable", "path", shown(name), message, remedy) if name else None
     message = f"cannot be written ({error.strerror})"
     remedy = (
         "Free some space there and try again."

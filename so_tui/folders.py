@@ -44,6 +44,11 @@ def settings_file() -> Path:
     return _home("XDG_CONFIG_HOME", ".config", os.environ) / "settings.toml"
 
 
+def consents_file() -> Path:
+    """Return the file that records whose Python code the user lets run."""
+    return _home("XDG_CONFIG_HOME", ".config", os.environ) / "trusted-code.json"
+
+
 def default_runs_dir() -> Path:
     """Return ``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
     override = os.environ.get("SO_TUI_RUNS_DIR", "")

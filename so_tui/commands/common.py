@@ -46,6 +46,8 @@ def chosen_spec(arguments: Namespace) -> RunSpec:
     changes = chosen_changes(arguments)
     preset = find_preset(arguments.preset)
     _LOG.info("preset %s: %s, %s", preset.spec.name, preset.origin, preset.path)
+    for problem in preset.problems:
+        print_note(f"so-tui: warning: {problem}", stderr=True)
     return with_values(preset.spec, changes) if changes else preset.spec
 
 

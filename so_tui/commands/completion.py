@@ -15,9 +15,11 @@ import json
 import os
 import re
 import shlex
+import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from so_tui.trust.files import read_bounded
 _FILES = ("PRESET|FILE", "PRESET|FILE|add", "NAME|FILE", "RUN", "DIR")
 """Arguments, as the parser's metavars name them, that may be a path."""
 _LARGEST_PRESET_BYTES = 1 << 20
+_COMPLETION_S = 1.0
+"""How long a folder of runs may take: somebody waits."""
 _FIRST_SECTION = re.compile(r"^\s*\[", re.MULTILINE)
 _NAME_KEY = re.compile(r"""^\s*name\s*=\s*["']([^"'\n]*)["']""", re.MULTILINE)
 
@@ -140,7 +144,8 @@ def _runs(folder: Path, prefix: str) -> Iterator[str]:
     """Yield the names of the runs of a folder that begin with the prefix; none if it cannot be
     read.
     """
+    deadline = time.monotonic() + _COMPLETION_S
     with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
+        for entry in takewhile(lambda _: time.monotonic() < deadline, entries):
             if entry.name.startswith(prefix) and os.access(f"{entry.path}/spec.json", os.F_OK):
                 yield entry.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -30,6 +31,7 @@ from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.launch.slurm.script import edited, for_run, kept
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
+from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.runs.liveness import EXIT_CODES
 from so_tui.spec import Refused, RunSpec, with_values
 from so_tui.spec.errors import reject
@@ -280,11 +282,12 @@ def supervise(arguments: Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch.supervisor.run import supervise as supervise_run
 
+    digest = os.environ.get(LAUNCH_VARIABLE)
     if arguments.in_job:
         from so_tui.launch.in_job import supervise_in_job
 
-        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt)
-    return supervise_run(RunDirectory(arguments.run), arguments.attempt)
+        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt, digest)
+    return supervise_run(RunDirectory(arguments.run), arguments.attempt, digest or "")
 
 
 # ``so-tui`` without a command: the screen.

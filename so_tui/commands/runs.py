@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,14 +15,15 @@ from msgspec.structs import replace
 
 from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
-from so_tui.runs.directory import refuse_another_users
+from so_tui.runs.directory import refuse_another_users, saved_on_disk
 from so_tui.runs.export import export_metrics
 from so_tui.runs.listing import RunNotes, changed_tags, read_notes, write_notes
-from so_tui.runs.liveness import sighting
+from so_tui.runs.liveness import sighting, suspended
 from so_tui.runs.lock import ended_state, evidence
-from so_tui.runs.records import FINAL_STATES, RunState, State
+from so_tui.runs.records import FINAL_STATES, Process, RunState, State
 from so_tui.runs.results import (
     RESULTS,
+    ReadingTime,
     RunResults,
     differing,
     ordered,
@@ -37,7 +40,7 @@ from so_tui.spec.errors import reject, shown
 from so_tui.trust.streams import console
 from so_tui.trust.text import brief_line, brief_message, printable_line
 from so_tui.ui.form import values_of
-from so_tui.units import plural, thousands
+from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,9 +78,10 @@ def compare(arguments: Namespace) -> int:
     specs = {run: read_spec(run) for run in found}
     settings = {run: values_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
+    reading = ReadingTime(each_s=_COMPARED_S)
     compared = ComparedRuns(
         tuple(
-            _compared(run, spec, {key: settings[run].get(key, "") for key in keys})
+            _compared(run, spec, {key: settings[run].get(key, "") for key in keys}, reading)
             for run, spec in specs.items()
         )
     )
@@ -85,10 +89,13 @@ def compare(arguments: Namespace) -> int:
         print_json(compared)
     else:
         _print(compared)
+    _say_what_was_not_read(run.results for run in compared.runs)
     return 0
 
 
-def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> ComparedRun:
+def _compared(
+    run: RunDirectory, spec: RunSpec, settings: dict[str, str], reading: ReadingTime
+) -> ComparedRun:
     state = read_state(run)
     return ComparedRun(
         name=run.name,
@@ -96,7 +103,7 @@ def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> Com
         state=state.state,
         step=state.step,
         settings=settings,
-        results=results_of(read_all(run), spec, state.total_steps),
+        results=results_of(read_all(run, reading.left_s), spec, state.total_steps),
         notes=read_notes(run),
     )
 
@@ -108,7 +115,7 @@ def _print(compared: ComparedRuns) -> None:
     table = plain_table("", *(printable_line(run.name) for run in compared.runs))
     table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
     for key, name in RESULTS.items():
-        cells = [result_text(run.results, key) for run in compared.runs]
+        cells = [_marked(run.results, key) for run in compared.runs]
         if any(cells):
             table.add_row(name, *cells)
     for key in compared.runs[0].settings:
@@ -193,8 +200,15 @@ class Runs(Struct, frozen=True):
 
     runs: tuple[ListedRun, ...]
     """Newest first."""
+    unread: int = 0
+    """Older runs, which are missing because reading all would have taken too long."""
 
 
+_RUN_S = 2.0
+"""How long the metrics of a listed run may take. Mostly the end of its last segment suffices."""
+_COMPARED_S = 20.0
+"""How long the metrics of a compared run may take. All of them are read."""
+_CUT = "*"
 _ROOM_FOR_START = 110
 """Width of a terminal in which the table has start times."""
 
@@ -214,16 +228,21 @@ def runs(arguments: Namespace) -> int:
     from so_tui.settings_file import load_settings
 
     rows = []
-    own_processes = OwnProcesses()
-    for run in list_runs(arguments.runs_dir):
+    own_processes, reading = OwnProcesses(), ReadingTime(each_s=_RUN_S)
+    found = list_runs(arguments.runs_dir)
+    unread = len(found)
+    for run in found:
+        if not reading.left_s:
+            break
+        unread -= 1
         ensure_supervised(run, own_processes)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
-            rows.append(_Row(run, state, _results(run, state)))
+            rows.append(_Row(run, state, _results(run, state, reading.left_s)))
     sort = arguments.sort or load_settings().settings.runs.sort
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
-        print_json(Runs(tuple(_listed(*row) for row in rows)))
+        print_json(Runs(tuple(_listed(*row) for row in rows), unread))
     elif not rows and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
     elif not rows:
@@ -231,7 +250,19 @@ def runs(arguments: Namespace) -> int:
     else:
         whys = [f"{row.run.name}: {why}" for row in rows if (why := _why(row.state))]
         print_rich(_table(rows, sort), *(f"\n{brief_message(why)}" for why in whys))
+    _say_what_was_not_read((row.results for row in rows), unread)
     return 0
+
+
+def _say_what_was_not_read(results: Iterable[RunResults], unread: int = 0) -> None:
+    """Say on stderr how many runs were not read whole, and how many older ones not at all."""
+    cut = sum(not each.whole for each in results)
+    if cut:
+        told = f"{plural(cut, 'run')} marked {_CUT} would have taken too long to read whole"
+        print(f"so-tui: {told}: results are of what was read", file=sys.stderr)
+    if unread:
+        told = f"{plural(unread, 'older run')} would have taken too long to read and are not listed"
+        print(f"so-tui: {told}. Name a folder of fewer with --runs-dir", file=sys.stderr)
 
 
 def _text_of(row: _Row, key: str) -> str:
@@ -246,11 +277,16 @@ def _text_of(row: _Row, key: str) -> str:
     return spec.label if spec is not None else ""
 
 
-def _results(run: RunDirectory, state: RunState) -> RunResults:
+def _results(run: RunDirectory, state: RunState, limit_s: float) -> RunResults:
     try:
-        return recent_results(run, readable_spec(run), state.total_steps)
+        return recent_results(run, readable_spec(run), state.total_steps, limit_s)
     except OSError:
         return RunResults()  # deleted meanwhile, or unreadable
+
+
+def _marked(results: RunResults, key: str) -> str:
+    """Return a result as it is shown; the loss has a mark if the run was not read whole."""
+    return result_text(results, key) + (_CUT if key == "loss" and not results.whole else "")
 
 
 def _table(rows: list[_Row], sort: str) -> Table:
@@ -259,7 +295,7 @@ def _table(rows: list[_Row], sort: str) -> Table:
     """
 
     def results(key: str) -> list[str]:
-        return [result_text(row.results, key) for row in rows]
+        return [_marked(row.results, key) for row in rows]
 
     states = [row.state for row in rows]
     columns = {
@@ -320,6 +356,25 @@ def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRu
     )
 
 
+class _Waiting:
+    """Says what a stop waits for."""
+
+    def __init__(self) -> None:
+        self.line = ProgressLine()
+        self._suspended: Process | None = None
+
+    def say(self, state: RunState, left_s: float) -> None:
+        """Say how long it may take, on a terminal, and name a process that stands still once."""
+        found = suspended(state)
+        if found != self._suspended and found is not None:
+            self.line.clear()
+            who = f"its {found.role} (pid {found.pid}) is suspended and does nothing"
+            print(f"so-tui: {who}: `kill -CONT {found.pid}` lets it go on", file=sys.stderr)
+        self._suspended = found
+        doing = f"{state.state} at step {thousands(state.step)}"
+        self.line.show(f"{doing}; waiting for its end, at most {duration(left_s)} more")
+
+
 def stop(arguments: Namespace) -> int:
     """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended
     otherwise.
@@ -347,10 +402,15 @@ def stop(arguments: Namespace) -> int:
             print_note(f"{run.name} {evidence(state, seen)}")
         if state.state != "queued":
             print_note(f"asked {run.name} to stop; waiting for its checkpoint")
-        state = stop_run(run, grace_s=arguments.grace)
-        if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
-            ended_state(run)  # refuses it, and says what was seen
+        waiting = _Waiting()
+        state = stop_run(run, grace_s=arguments.grace, waiting=waiting.say)
+        waiting.line.clear()
         step = state.saved_step
+        if state.state not in FINAL_STATES:
+            if not sighting(run, state).by_processes:
+                ended_state(run)  # refuses it, and says what was seen
+            # Nobody may have recorded what was saved since.
+            step = saved_on_disk(run, readable_spec(run), state)
         saved = ", nothing was saved" if step is None else f", step {thousands(step)} is saved"
     ended = f"{state.state} at step {thousands(state.step)}{saved}"
     print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))

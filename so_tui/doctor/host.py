@@ -4,7 +4,8 @@ and what other processes leave or do to it.
 Codes: cores-far-from-gpu, gpu-memory-taken-for-hbm, fake-numa, few-cores, cpu-quota,
 numa-balancing, slow-governor, process-limit, login-node, shm-too-small, shm-tight, shm-small,
 locked-memory-limit, swap-on, huge-pages-off, huge-pages-always, memory-limit,
-memory-limit-exceeded, orphaned-trainers, orphaned-ranks, killed-at-logout, shm-left-behind.
+memory-limit-exceeded, orphaned-trainers, orphaned-ranks, killed-at-logout, shm-left-behind,
+runs-exchangeable.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import shutil
 import stat
 
 from so_tui.doctor.checks import CheckContext, Findings, finding
+from so_tui.folders import known_runs_dirs
 from so_tui.machine.host import cpu_quota, cpu_ranges, process_limit
 from so_tui.machine.system_files import SystemFiles
+from so_tui.trust.folders import GROUP, VARIABLE, exchangeable_in
 from so_tui.trust.text import printable_line, quoted
 from so_tui.units import GIB, KIB, memory_size, page_size, plural
 
@@ -353,7 +356,27 @@ def _open_segments(files: SystemFiles) -> set[str]:
     }
 
 
+# Folders of runs: who can exchange a run for another one.
+
+
+def _check_folders_of_runs(context: CheckContext) -> Findings:
+    """Find folders in or above those of runs in which others can rename what is this user's. There
+    is nothing wrong with that in a project's folder, and a run whose folder is exchanged ends.
+    """
+    if not (context.is_this_host and context.files.live):
+        return
+    found = {exchangeable_in(path.resolve() / "run") for path in known_runs_dirs()}
+    if where := sorted(map(str, found - {None})):
+        shared = context.environment.get(VARIABLE) == GROUP
+        yield finding(
+            "runs-exchangeable-shared" if shared else "runs-exchangeable",
+            f"other users can rename folders in {printable_line(', '.join(where))}",
+            sticky=quoted("chmod", "+t", *where),
+        )
+
+
 CHECKS = (
+    _check_folders_of_runs,
     _check_shared_memory,
     _check_memory_settings,
     _check_memory_limit,

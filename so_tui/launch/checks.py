@@ -27,10 +27,21 @@ from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch, Plan
-from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
+from so_tui.spec import (
+    InputError,
+    ModelSpec,
+    Problem,
+    Refusal,
+    Refused,
+    RunSpec,
+    resolve_source,
+    spec_tree,
+)
 from so_tui.spec.check import exists
+from so_tui.spec.consents import NOT_TRUSTED, consents, source_name
 from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import missing_paths
+from so_tui.trust.text import so_tui_command
 from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
@@ -152,15 +163,32 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
     Raises:
         InputError: A file is missing (``path-not-found``), a folder cannot be written
             (``not-writable``), a model or data set is not in the cache and cannot be downloaded
-            there (``not-cached``), or the interpreter is of another architecture
-            (``foreign-interpreter``).
+            there (``not-cached``), the interpreter is of another architecture
+            (``foreign-interpreter``), or the model's code is not allowed (``code-not-trusted``).
         Refused: With the code ``disk-too-small``, forceable.
     """
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
+    _refuse_code_unheard_of(launch.spec.model)
     if not launch.forced:
         space = _lacking_space(launch.plan, saved, runs_dir, shared_memory=False)
         _refuse(space, forceable=True)
+
+
+def _refuse_code_unheard_of(model: ModelSpec) -> None:
+    """Refuse a job if the user has allowed no code of its model yet: nobody can be asked in the
+    job. Only a helper process could tell whether the code has changed since.
+    """
+    source = resolve_source(model.id)
+    if model.trust_remote_code and all(known.source != source for known in consents()):
+        name = source if source.startswith("/") else source_name(source, model.revision)
+        raise reject(
+            NOT_TRUSTED,
+            "model.id",
+            name,
+            "may come with Python code, and you have not allowed any of it to run",
+            f"Read it, and allow it before the job is submitted: {so_tui_command('trust', name)}",
+        )
 
 
 def writable(wanted: Path, field: str) -> Path:

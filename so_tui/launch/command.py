@@ -20,6 +20,7 @@ from so_tui.machine.software import code_folders
 from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.binding import core_list, uses_numactl
 from so_tui.plan.plan import Plan, Variable
+from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.folders import exchangeable_in
 from so_tui.trust.text import brief_message, without_credentials
@@ -173,6 +174,7 @@ class Placeholder(StrEnum):
 
     RUN = "{RUN}"
     RUN_ID = "{RUN_ID}"
+    LAUNCH = "{LAUNCH}"
     ATTEMPT = "{ATTEMPT}"
     RENDEZVOUS = "{RENDEZVOUS}"
     NODE = "{NODE}"
@@ -185,6 +187,7 @@ class Placeholder(StrEnum):
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.RUN_ID: "the run's id",
+    Placeholder.LAUNCH: "the hash of this launch and of the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
     Placeholder.RENDEZVOUS: (
         "where the ranks meet: a file that only you can open, or an address on the first of "
@@ -303,6 +306,7 @@ def _changes(
             "distinguishes this run from another one at the same path",
         ),
         (True, ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt"),
+        (True, LAUNCH_VARIABLE, Placeholder.LAUNCH, "the ranks train this launch and no other"),
         (MARKER in inherited, MARKER, None, "marks alert commands; one has started this run"),
         (
             folder not in path.split(":"),
@@ -344,6 +348,12 @@ def _changes(
             "NCCL_RAS_ENABLE",
             "0",
             "NCCL's status service would answer every user of this host",
+        ),
+        (
+            True,
+            "USE_HUB_KERNELS",
+            "0",
+            "transformers loads no programs of others from the hub",
         ),
         *(
             (

@@ -12,11 +12,11 @@ import os
 
 from so_tui.launch.launch import Executor
 from so_tui.launch.supervisor.processes import OwnProcesses, markers
-from so_tui.runs.directory import RunDirectory, not_own
+from so_tui.runs.directory import RunDirectory, own_run
 from so_tui.runs.liveness import host_of, sees_processes_of, supervised
 from so_tui.runs.records import FINAL_STATES
 from so_tui.runs.state import read_state
-from so_tui.spec import InputError, RunSpec
+from so_tui.spec import InputError, Refused, RunSpec
 
 # Make sure that each live run has a supervisor. Whoever looks at runs calls this; nothing that a
 # start needs is imported.
@@ -42,12 +42,11 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
             or supervised(state)
         ):
             return False
-        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(
-            markers(run, state.attempt)
-        ):
+        if not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
             return False
-        with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            Executor().start(run, state.attempt)
+        # An OSError is a full disk: the next call tries again.
+        with contextlib.suppress(OSError, Refused), own_run(run) as own:
+            Executor().start(own, state.attempt)
             return True
     return False
 

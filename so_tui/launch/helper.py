@@ -286,6 +286,7 @@ def _environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "USE_HUB_KERNELS": "0",
         **UNCACHED_COMPILERS,
         **code_folders(os.environ),
     }

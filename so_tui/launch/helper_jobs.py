@@ -36,7 +36,8 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.check import exists, is_folder, path_fault
-from so_tui.spec.errors import refuse, reject
+from so_tui.spec.consents import NOT_TRUSTED, Code
+from so_tui.spec.errors import SoTuiError, refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
 from so_tui.spec.presets import BUILTIN, with_absolute_paths
@@ -446,6 +447,29 @@ _PARAMETERS_PER_GPU = 25_000_000_000
 2509.21271).
 """
 _TIMEOUT_S = 300.0
+
+
+def code_of(name: str) -> Code:
+    """Return the Python code of a source, copied and hashed by a helper process that runs none of
+    it.
+
+    Args:
+        name: A hub id, ``ID@REVISION`` or a folder.
+
+    Raises:
+        InputError: There is no such source, or its files cannot be copied.
+        Refused: The training software is not installed.
+    """
+    return msgspec.convert(call_tool("describe_code", {"name": name}, timeout_s=_TIMEOUT_S), Code)
+
+
+def refused_code(error: SoTuiError) -> tuple[Code, ...]:
+    """Return the code that an error refused because the user has not allowed it. Raises as
+    ``code_of``.
+    """
+    problems = error.problems if isinstance(error, InputError) else ()
+    names = dict.fromkeys(problem.value for problem in problems if problem.code == NOT_TRUSTED)
+    return tuple(map(code_of, names))
 
 
 class _Described(NamedTuple):

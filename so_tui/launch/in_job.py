@@ -37,7 +37,7 @@ from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_json
+from so_tui.runs.directory import RunDirectory, own_run, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
@@ -81,11 +81,13 @@ class _Restart(Struct, frozen=True, kw_only=True):
     v: int = 1
     attempt: int | None
     """The attempt that it makes; None if the run does not continue."""
+    launch: str | None = None
+    """The hash of its launch, if the job has prepared it."""
 
 
-def _told_attempt(run: RunDirectory, submitted: int, count: int) -> int:
-    """Return the attempt that the job makes, as the first node says. Called on another one. Raises
-    InputError.
+def _told_attempt(run: RunDirectory, submitted: int, count: int) -> tuple[int, str | None]:
+    """Return the attempt that the job makes, and the hash of its launch, as the first node says.
+    Called on another one. Raises InputError.
     """
     path, deadline = run.restart_path(submitted, count), time.monotonic() + FIRST_SIGN_S
     # Not yet there, or a network file system is away or has half of it.
@@ -107,12 +109,15 @@ def _told_attempt(run: RunDirectory, submitted: int, count: int) -> int:
             "does not continue, as the first node of its job says",
             "`so-tui resume` continues it.",
         )
-    return told.attempt
+    return told.attempt, told.launch
 
 
-def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
-    """Return the attempt that a job makes when it starts again: the next one, or its own if that
-    was never begun.
+def _attempt_of_restart(
+    run: RunDirectory, submitted: int, machine: Machine, count: int
+) -> tuple[int, str | None]:
+    """Return the attempt that a job makes when it starts again, and the hash of its launch: the
+    next one, or its own if that was never begun. Then the hash is unknown, because the first start
+    may have planned the attempt again.
 
     Called on the first node, which tells the others.
 
@@ -126,7 +131,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
         InputError, Refused: The run is not continued (code ``not-continued``), or cannot be resumed
             here.
     """
-    attempt = None
+    attempt = digest = None
     try:
         state = read_state(run)
         if state.attempt < submitted:
@@ -139,6 +144,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                     write_state_even_if_full(run, left_queue(state, state.attempt))
             this_job = SlurmExecutor(job_id=os.environ["SLURM_JOB_ID"], works_in=submitted)
             attempt = _make_attempt(run, machine, this_job, assume_dead=True)
+            digest = this_job.digest
         else:
             raise reject(
                 "not-continued",
@@ -147,9 +153,10 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                 f"is {state.state} ({state.code or 'by a person'})",
                 "`so-tui resume` continues it.",
             )
-        return attempt
+        return attempt, digest
     finally:
-        write_run_json(run, run.restart_path(submitted, count), _Restart(attempt=attempt))
+        told = _Restart(attempt=attempt, launch=digest)
+        write_run_json(run, run.restart_path(submitted, count), told)
 
 
 def _make_attempt(
@@ -188,7 +195,7 @@ def _may_continue(run: RunDirectory, state: RunState) -> bool:
     )
 
 
-def supervise_in_job(run: RunDirectory, attempt: int) -> int:
+def supervise_in_job(run: RunDirectory, attempt: int, digest: str | None = None) -> int:
     """Plan the attempt for this node, supervise it to its end, and submit its successor if the time
     limit ended it.
 
@@ -197,6 +204,8 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     Args:
         run: A run of this user.
         attempt: An attempt that was submitted.
+        digest: The hash of its launch; None in the script of an earlier version, where nothing is
+            compared.
 
     Returns:
         The run's exit code.
@@ -205,6 +214,11 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
         InputError, Refused: This may not be done here (see ``admission``).
         OSError: The run directory cannot be written.
     """
+    with own_run(run) as own:
+        return _supervise_in_job(own, attempt, digest)
+
+
+def _supervise_in_job(run: RunDirectory, attempt: int, digest: str | None) -> int:
     admission.refuse_unknown_attempt(run, attempt)
     submission = read_submission(run, attempt)
     if submission is None:
@@ -215,11 +229,11 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
             "was not submitted with this job",
             "Start runs with `so-tui run`.",
         )
-    os.umask(umask_of(run.path))
+    os.umask(umask_of(run.at))
     nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     if again := int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-        attempt = (
+        attempt, digest = (
             _attempt_of_restart(run, attempt, machine, again)
             if nodes.first
             else _told_attempt(run, attempt, again)
@@ -228,17 +242,17 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     if nodes.first:
         admission.refuse_start(run, attempt, read_state(run))
         remember(submission.cluster, submission.partition, machine)
-    submitted = read_launch(run, attempt)
+    submitted = read_launch(run, attempt, digest)
     try:
         launch = _planned_here(submitted, machine, nodes.node)
-        write_launch(run, attempt, launch, nodes.node)
+        own = write_launch(run, attempt, launch, nodes.node)
     except SoTuiError as error:
         print(error, file=sys.stderr, flush=True)
         return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
     if nodes.first:
-        return _supervise_run(run, attempt, submission, launch, nodes)
+        return _supervise_run(run, attempt, submission, launch, own, nodes)
     become_subreaper()
-    return NodeSupervisor(run, attempt, launch, nodes).watch()
+    return NodeSupervisor(run, attempt, launch, own, nodes).watch()
 
 
 def _supervise_run(
@@ -246,6 +260,7 @@ def _supervise_run(
     attempt: int,
     submission: Submission,
     launch: Launch,
+    digest: str,
     nodes: Nodes,
 ) -> int:
     """Supervise the run from its first node, and have it continued. Return the run's exit code."""
@@ -268,7 +283,7 @@ def _supervise_run(
             except (SoTuiError, OSError) as error:  # the run stays stopped, and can be resumed
                 log_line(f"so-tui: no job continues {run.name}: {error}")
 
-    code = supervise(run, attempt, nodes, ended)
+    code = supervise(run, attempt, digest, nodes, ended)
     if goes_on(requeue=True):
         _put_back(run)  # last, for it ends what this job still does
     return code

@@ -22,9 +22,13 @@ from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch, Plan
 from so_tui.runs.directory import (
+    LAUNCH_VARIABLE,
     RunDirectory,
+    launch_digest,
     missing_checkpoints,
-    refuse_unless_own,
+    own_launch,
+    own_run,
+    write_run_file,
     write_run_json,
 )
 from so_tui.runs.lock import ended_state
@@ -54,23 +58,29 @@ _LOG = logging.getLogger(__name__)
 # ``ds_config.json`` for people and tools.
 
 
-def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0) -> None:
-    """Write the launch of a node. Raises OSError."""
+def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0) -> str:
+    """Write the launch of a node, and return its hash. Raises OSError."""
     if node == 0:
         write_run_json(run, run.ds_config_path(attempt), launch.ds_config, indented=True)
-    write_run_json(run, run.launch_path(attempt, node), launch, indented=True)
+    content = msgspec.json.format(msgspec.json.encode(launch), indent=1)
+    write_run_file(run, run.launch_path(attempt, node), content)
+    return launch_digest(run, content)
 
 
-def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
+def read_launch(
+    run: RunDirectory, attempt: int, digest: str | None = None, *, own: bool = True
+) -> Launch:
     """Read the launch of an attempt.
 
     Args:
         run: The run.
         attempt: The attempt.
+        digest: The hash that it must have, if it is known.
         own: Accept only files of this user that others cannot write: what they say will be
             executed.
 
     Raises:
+        InputError: It has another hash (code ``launch-exchanged``).
         NotOwnError: A file is not this user's own.
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
@@ -79,7 +89,7 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
     def read(path: Path) -> bytes:
         return read_own(path) if own else read_bounded(path, LARGEST_FILE_BYTES)
 
-    content = read(run.launch_path(attempt))
+    content = own_launch(run, attempt, digest=digest) if own else read(run.launch_path(attempt))
     try:
         return decode_json(content, Launch)
     except msgspec.ValidationError:
@@ -144,13 +154,16 @@ class Executor:
     """Whether runs start on this machine, so that what can be seen here decides whether they can.
     """
 
-    def start(self, run: RunDirectory, attempt: int) -> subprocess.Popen[bytes] | None:
+    def start(
+        self, run: RunDirectory, attempt: int, digest: str = ""
+    ) -> subprocess.Popen[bytes] | None:
         """Start the supervisor of an attempt so that it outlives this program, its terminal and its
         session.
 
         Args:
             run: The run.
             attempt: An attempt whose files are written.
+            digest: The hash of its launch. Without it the supervisor can attach, and start nothing.
 
         Returns:
             The supervisor; None if it starts later and the run's state says ``queued``.
@@ -166,7 +179,7 @@ class Executor:
         with os.fdopen(os.open(supervisor_log(run, attempt), flags, 0o600), "ab") as output:
             return subprocess.Popen(
                 argv,
-                env=os.environ,
+                env={**os.environ, LAUNCH_VARIABLE: digest},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -323,13 +336,13 @@ def prepare_resume(
             missing (``checkpoint-missing``); otherwise as for ``prepare``.
     """
     values = values or {}
-    refuse_unless_own(run)
-    before = ended_state(run, assume_dead=assume_dead)
-    spec = _changed(read_spec(run), values)
-    if start_over:
-        before = replace(before, saved_step=None)
-    elif (missing := missing_checkpoints(run, spec, before)) is not None:
-        raise Refused([missing])
+    with own_run(run) as own:
+        before = ended_state(own, assume_dead=assume_dead)
+        spec = _changed(read_spec(own), values)
+        if start_over:
+            before = replace(before, saved_step=None)
+        elif (missing := missing_checkpoints(own, spec, before)) is not None:
+            raise refuse(missing.code, f"{missing.message}. {missing.remedy}")
     # Only the data decides how many steps an epoch has.
     given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
     steps = given if type(given) is int else 0

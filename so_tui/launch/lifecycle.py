@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -44,22 +45,23 @@ from so_tui.runs.directory import (
     checkpoint_folders,
     checkpoints_folder,
     new_attempt,
-    not_own,
-    refuse_unless_own,
+    own_run,
 )
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
     HeartbeatWatch,
     Liveness,
+    alive,
     concluded,
     sighting,
     state_with_truth,
+    suspended,
 )
 from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.reader import last_lines
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
-from so_tui.spec import InputError, SoTuiError
+from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 
@@ -206,10 +208,9 @@ def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     """Write a final state in place of the one that was read, if the run is this user's own, and
     return it.
     """
-    if not_own(run) is None:
-        with contextlib.suppress(OSError), run_lock(run) as lock:
-            if lock is not None and read_state(run) == recorded:
-                write_state_even_if_full(run, state)
+    with contextlib.suppress(OSError, Refused), own_run(run) as own, run_lock(own) as lock:
+        if lock is not None and read_state(own) == recorded:
+            write_state_even_if_full(own, state)
     return state
 
 
@@ -253,15 +254,17 @@ def start(
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
     run = create_run(launch.spec, runs_dir, called=launch.called)
-    try:
-        _start_attempt(run, new_attempt(run), launch, executor)
-    except BaseException:
-        # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
-        # away for a moment.
-        with contextlib.suppress(InputError):
-            if read_state(run).supervisor is None:
-                shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    with own_run(run) as own:
+        try:
+            _start_attempt(own, new_attempt(own), launch, executor)
+        except BaseException:
+            # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
+            # away for a moment.
+            with contextlib.suppress(InputError, OSError):
+                if read_state(own).supervisor is None:
+                    shutil.rmtree(f"{own.at}/.", ignore_errors=True)
+                    run.path.rmdir()
+            raise
     return run
 
 
@@ -279,42 +282,48 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
         Refused: The run is not this user's own (see ``so_tui.runs.directory``); otherwise as for
             ``start``.
     """
-    refuse_unless_own(run)
-    ended_state(run, assume_dead=launch.assume_dead)
-    executor = executor or executor_of(launch.spec)
-    saved = (
-        0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
-    )
-    _check(launch, executor, saved=saved, runs_dir=run.path)
-    for action in run_state.ACTIONS:
-        run_state.clear(run, action)
-    attempt = new_attempt(run)
-    try:
-        _start_attempt(run, attempt, launch, executor)
-    finally:
-        if newest_attempt(run, read_state(run)) != attempt:
-            shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-        elif (
-            launch.changes
-        ):  # only now: if two resumes compete, the settings of the one that trains count
-            write_spec(run, launch.spec)
+    with own_run(run) as own:
+        ended_state(own, assume_dead=launch.assume_dead)
+        executor = executor or executor_of(launch.spec)
+        folder = checkpoints_folder(own, launch.spec)
+        saved = 0 if launch.start_over else len(checkpoint_folders(folder))
+        _check(launch, executor, saved=saved, runs_dir=run.path)
+        for action in run_state.ACTIONS:
+            run_state.clear(own, action)
+        attempt = new_attempt(own)
+        try:
+            _start_attempt(own, attempt, launch, executor)
+        finally:
+            if newest_attempt(own, read_state(own)) != attempt:
+                shutil.rmtree(own.attempt_dir(attempt), ignore_errors=True)
+            elif (
+                launch.changes
+            ):  # only now: if two resumes compete, the settings of the one that trains count
+                write_spec(own, launch.spec)
     return attempt
 
 
 def stop(
-    run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False
+    run: RunDirectory,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    assume_dead: bool = False,
+    waiting: Callable[[RunState, float], object] = lambda *_: None,
 ) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the
     supervisor kills it.
 
-    Returns the final state, or the current one if the run has not ended in time. The request
-    remains if the wait is interrupted.
+    Returns the final state, or the current one if the run has not ended in time, or has ended while
+    its supervisor is suspended and cannot record that. The request remains if the wait is
+    interrupted.
 
     Args:
         run: The run.
         grace_s: After how many seconds it is killed.
         assume_dead: Take the user's word that it has ended, or that its job will never start, where
             nobody can be asked.
+        waiting: Called several times a second with the state that is waited on, and the seconds
+            that are left.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
@@ -327,7 +336,8 @@ def stop(
     if state.state in FINAL_STATES:
         return state
     if state.state == "queued":
-        return _leave_queue(run, state, assume_dead=assume_dead)
+        with own_run(run) as own:
+            return _leave_queue(own, state, assume_dead=assume_dead)
     if assume_dead:
         return record_end(run)
     try:
@@ -345,9 +355,13 @@ def stop(
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
-    while (
-        state := current_state(run, watch)
-    ).state not in FINAL_STATES and time.monotonic() < deadline:
+    while (state := current_state(run, watch)).state not in FINAL_STATES:
+        left_s = deadline - time.monotonic()
+        still = suspended(state)
+        ended = still is not None and not any(map(alive, state.processes))
+        if left_s <= 0 or ended:
+            break
+        waiting(state, left_s)
         time.sleep(4 * _POLL_S)
     recorded = read_state(run)
     # A host that was silent for all this time is gone. Others need not wait for that again.
@@ -359,16 +373,14 @@ def stop(
 
 
 def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> RunState:
-    """Take a run out of its scheduler's queue and record that. Should its job start all the same,
-    it is refused.
+    """Take an own run out of its scheduler's queue and record that. Should its job start all the
+    same, it is refused.
 
     Raises:
-        Refused: It is another user's run.
         InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not
             say that the job will never start.
         OSError: The run directory cannot be written.
     """
-    refuse_unless_own(run)
     attempt = newest_attempt(run, state)
     try:
         executor_of_attempt(run, attempt).cancel(run, attempt)
@@ -397,9 +409,9 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
 
 def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:
     try:
-        write_launch(run, attempt, launch)
+        digest = write_launch(run, attempt, launch)
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
-        handle = executor.start(run, attempt)
+        handle = executor.start(run, attempt, digest)
     except OSError as error:
         raise reject(
             "not-writable",

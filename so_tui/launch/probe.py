@@ -39,7 +39,10 @@ from so_tui.runs.records import (
     StepRecord,
 )
 from so_tui.spec import RunSpec, SoTuiError, resolve_source
-from so_tui.trust.decoding import decode_json
+from so_tui.spec.check import write_atomic
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
+from so_tui.trust.files import read_bounded
+from so_tui.trust.folders import make_folders
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
 
@@ -79,9 +82,9 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
         OSError: The file cannot be written.
     """
     text = b"".join(msgspec.json.encode(row) + b"\n" for row in _rows_for(spec, workload))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(folder)
     path = folder / f"rows-{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
-    path.write_bytes(text)
+    write_atomic(path, text)
     return path
 
 
@@ -104,7 +107,7 @@ def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[_Row]:
 
 def _words() -> Iterator[str]:
     """Yield the words of the embedded rows, over and over."""
-    lines = Path(resolve_source(EMBEDDED_ROWS)).read_bytes().splitlines()
+    lines = read_bounded(Path(resolve_source(EMBEDDED_ROWS)), LARGEST_FILE_BYTES).splitlines()
     rows = [decode_json(line, _Row) for line in lines]
     return cycle(
         list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows))

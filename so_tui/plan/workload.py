@@ -20,6 +20,7 @@ from so_tui.folders import state_home
 from so_tui.spec.check import exists, write_atomic
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, read_json
+from so_tui.trust.folders import make_folders
 
 # Small JSON files in the state folder that planning reads: each is decoded once for as long as it
 # does not change.
@@ -41,7 +42,7 @@ def read_state_file(path: Path, kind: type[T]) -> T | None:
 
 def write_state_file(path: Path, value: Struct) -> Path:
     """Replace the file and return its path. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=1))
     return path
 

@@ -10,12 +10,16 @@ RUN/ run.json  spec.json  state.json  notes.json  answers.json
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import logging
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -24,18 +28,26 @@ from msgspec import Struct
 import so_tui
 from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import Refusal, Refused
+from so_tui.spec.errors import Problem, Refusal, Refused, reject
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
-    distrust_of_file,
     distrust_of_folder,
+    names_in,
     read_bounded,
+    read_own,
 )
-from so_tui.trust.folders import is_shared, make_run_folder, umask_of
-from so_tui.trust.text import printable_line, quoted
+from so_tui.trust.folders import (
+    Folder,
+    close_to_group,
+    is_shared,
+    make_run_folder,
+    open_named,
+    umask_of,
+)
+from so_tui.trust.text import printable_line, quoted, so_tui_command
 from so_tui.units import thousands
 
 _SAMPLES = "samples."
@@ -50,7 +62,7 @@ class _Entry:
         self._name = name
 
     def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Path:
-        return run.path / self._name
+        return run.at / self._name
 
 
 class _OfAttempt:
@@ -74,6 +86,13 @@ class RunDirectory:
     """Paths of a run; reads nothing but folder listings."""
 
     path: Path
+    """Its name, for people and other processes."""
+    folder: Folder | None = field(default=None, compare=False, repr=False)
+    """Its folder, if it is kept open (see ``own_run``)."""
+    at: Path = field(default=Path(), compare=False, repr=False)
+    """Where this process finds its files: by its name, or in the open folder whatever has the name
+    meanwhile.
+    """
 
     manifest_path = _Entry("run.json")
     spec_path = _Entry("spec.json")
@@ -108,15 +127,21 @@ class RunDirectory:
     restarts.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, folder: Folder | None = None) -> None:
         object.__setattr__(self, "path", Path(path))
+        object.__setattr__(self, "folder", folder)
+        object.__setattr__(self, "at", folder.at if folder else self.path)
 
     @property
     def name(self) -> str:
         return self.path.name
 
     def samples_dir(self, host: str) -> Path:
-        return self.path / f"{_SAMPLES}{_in_name(host)}"
+        return self.at / f"{_SAMPLES}{_in_name(host)}"
+
+    def named(self, path: Path) -> Path:
+        """Return the path of one of its files as people and other processes name it."""
+        return self.path / path.relative_to(self.at)
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
@@ -126,7 +151,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        names = _names(self.attempts_dir)
+        names = names_in(self.attempts_dir)
         return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
@@ -134,15 +159,14 @@ class RunDirectory:
         folder = self.attempt_dir(attempt)
         return {
             name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
-            for name in _names(folder)
+            for name in sorted(names_in(folder))
             if name.startswith(_OUTPUT) and name.endswith(_LOG)
         }
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
-        return tuple(
-            name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES)
-        )
+        names = sorted(names_in(self.at))
+        return tuple(name.removeprefix(_SAMPLES) for name in names if name.startswith(_SAMPLES))
 
 
 def new_attempt(run: RunDirectory) -> int:
@@ -150,7 +174,7 @@ def new_attempt(run: RunDirectory) -> int:
     Raises OSError.
     """
     attempt = max(run.attempts(), default=0) + 1
-    shared = is_shared(run.path)
+    shared = is_shared(run.at)
     with contextlib.suppress(FileExistsError):
         make_run_folder(run.attempts_dir, shared=shared)
     while True:
@@ -162,24 +186,16 @@ def new_attempt(run: RunDirectory) -> int:
 
 
 def deleted(run: RunDirectory) -> bool:
-    """Return whether the folder contains no run any more. A folder that is only unreachable is not
-    deleted.
+    """Return whether the folder of its name contains no run any more. A folder that is only
+    unreachable is not deleted.
     """
     try:
-        run.spec_path.stat()
+        RunDirectory(run.path).spec_path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False
     return False
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        # Polled once a second: a Path for each name is too slow.
-        return sorted(os.listdir(folder))  # noqa: PTH208
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _in_name(host: str) -> str:
@@ -222,16 +238,17 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing.
     Raises OSError if it cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = [
-                entry.name
-                for entry in entries
-                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    return tuple(folder / name for name in sorted(names, key=step_of))
+    found = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
+    found = [path for path in found if path.is_dir() and not path.is_symlink()]
+    return tuple(sorted(found, key=lambda path: step_of(path.name)))
+
+
+def saved_on_disk(run: RunDirectory, spec: RunSpec | None, state: RunState) -> int | None:
+    """Return the step of the newest checkpoint of a run that nobody records at the moment; None if
+    it has none.
+    """
+    folders = checkpoint_folders(checkpoints_folder(run, spec)) if spec is not None else ()
+    return step_of(folders[-1].name) if folders else state.saved_step
 
 
 def step_of(name: str) -> int:
@@ -239,19 +256,22 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Refusal | None:
+def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Problem | None:
     """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a
     file system that is not mounted.
     """
     folder = checkpoints_folder(run, spec)
     if state.saved_step is None or checkpoint_folders(folder):
         return None
-    command = quoted("so-tui", "resume", run.name, "--start-over")
-    there = (
-        f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
+    named = checkpoints_folder(RunDirectory(run.path), spec)
+    command = so_tui_command("resume", run.name, "--start-over")
+    return Problem(
+        "checkpoint-missing",
+        "run",
+        run.name,
+        f"the run saved step {thousands(state.saved_step)} in {named}, and no checkpoint is there",
+        f"Mount its file system, or train from step 0 again: {command}",
     )
-    message = f"{there}. Mount its file system, or train from step 0 again: {command}"
-    return Refusal("checkpoint-missing", message)
 
 
 # Write the small files of a run directory.
@@ -264,7 +284,7 @@ def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
     Raises:
         OSError: If writing fails; the old file is unchanged.
     """
-    write_atomic(path, content, mode=0o666 & ~umask_of(run.path))
+    write_atomic(path, content, mode=0o666 & ~umask_of(run.at))
 
 
 def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bool = False) -> None:
@@ -319,6 +339,57 @@ def run_id(run: RunDirectory) -> str:
         return ""
 
 
+def known_id(run: RunDirectory) -> str:
+    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is
+    damaged.
+    """
+    try:
+        return run_id(run)
+    except (OSError, msgspec.DecodeError):
+        return ""
+
+
+# What names a launch between those who start something and those who are started: a hash that
+# nobody can make another launch for, nor the same launch of another run.
+#
+# Problem codes: launch-exchanged: The launch is not the one that was prepared.
+
+
+LAUNCH_VARIABLE = "SO_TUI_LAUNCH"
+"""Holds the hash in the environment of a supervisor, a job and the ranks."""
+
+
+def launch_digest(run: RunDirectory, content: bytes) -> str:
+    """Return the hash of a run's id and of the content of a launch's file."""
+    return hashlib.sha256(b"%s\n%s" % (known_id(run).encode(), content)).hexdigest()
+
+
+def own_launch(run: RunDirectory, attempt: int, node: int = 0, digest: str | None = None) -> bytes:
+    """Return the content of a launch's file, which is this user's own.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        node: The number of the node, of a run on several.
+        digest: What the launch must have; not compared if None.
+
+    Raises:
+        InputError: It is not the launch that was prepared (code ``launch-exchanged``).
+        OSError: It is missing, cannot be read, or is not this user's own.
+    """
+    content = read_own(run.launch_path(attempt, node))
+    if digest is not None and launch_digest(run, content) != digest:
+        raise reject(
+            "launch-exchanged",
+            "run",
+            str(run.path),
+            f"its attempt {attempt} is not the one that was prepared: the folder, or the file, was "
+            "exchanged",
+            "Keep the folder of runs where nobody else can rename folders, then resume.",
+        )
+    return content
+
+
 # Whether a run is this user's own. What belongs to another user, or can be changed by one, is only
 # read.
 #
@@ -328,26 +399,72 @@ def run_id(run: RunDirectory) -> str:
 
 
 NOT_YOUR_RUN = "not-your-run"
+_NEEDED = {"attempts": stat.S_IFDIR, "state.json": stat.S_IFREG, "spec.json": stat.S_IFREG}
+_PARTS = {
+    **_NEEDED,
+    "run.json": stat.S_IFREG,
+    "supervisor.lock": stat.S_IFREG,
+    "control": stat.S_IFDIR,
+    "metrics": stat.S_IFDIR,
+    "checkpoints": stat.S_IFDIR,
+}
+"""What supervisors and ranks read of a run."""
+_WHY = {errno.ENOENT: Distrust.MISSING, errno.ENOTDIR: Distrust.WRONG_KIND}
+_log = logging.getLogger(__name__)
 
 
-def not_own(run: RunDirectory, attempt: int | None = None) -> NotOwnError | None:
-    """Return why a run is not this user's own; None if it is.
+@contextlib.contextmanager
+def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Open the folder of a run, and check that it is this user's own, with everything in it that
+    supervisors and ranks read.
 
-    Args:
-        run: The run.
-        attempt: An attempt whose folder, with every file in it, must be this user's own as well.
-    """
-    return next(_not_own(run, attempt), None)
-
-
-def refuse_unless_own(run: RunDirectory, attempt: int | None = None) -> None:
-    """Refuse to start processes for a run that is not this user's own.
+    The yielded run reads and writes in this folder, whatever has its name meanwhile.
 
     Raises:
-        Refused: With the code of the first reason.
+        Refused: With the code of the first reason why it is not.
     """
-    if (found := not_own(run, attempt)) is not None:
-        raise Refused([_refusal(run, found)])
+    with contextlib.ExitStack() as opened:
+        try:
+            if run.folder is None:
+                if close_to_group(run.path):
+                    path = printable_line(str(run.path))
+                    _log.warning("so-tui: the group of %s could write in it; not any more", path)
+                run = RunDirectory(run.path, opened.enter_context(open_named(run.path)))
+            assert run.folder is not None
+            found = next(_foreign(run, run.folder), None)
+        except OSError as error:
+            why = _WHY.get(error.errno or 0, Distrust.UNREADABLE)
+            found = NotOwnError(Path(error.filename or run.path), why)
+        if found is not None:
+            raise Refused([_refusal(run, found)])
+        yield run
+
+
+def exchanged(run: RunDirectory, known: str) -> bool:
+    """Return whether the name of an open run leads to another folder by now: not this user's own,
+    or another run's. One that is gone, or cannot be reached, is not exchanged.
+
+    A file server that has failed over may show the same folder with other numbers. It is opened
+    anew.
+
+    Args:
+        run: The run, which ``own_run`` has opened.
+        known: Its id.
+    """
+    if run.folder is None:
+        return False
+    opened = run.folder.descriptor
+    try:
+        with contextlib.suppress(OSError):  # the file server may have forgotten the open folder
+            if os.path.samestat(run.path.stat(), os.fstat(opened)):
+                return False
+        with open_named(run.path) as named:
+            if named.distrust is not None or known_id(RunDirectory(run.path, named)) != known:
+                return True
+            os.dup2(named.descriptor, opened, inheritable=False)
+    except OSError as error:
+        return error.errno == errno.ENOTDIR
+    return False
 
 
 def refuse_another_users(run: RunDirectory) -> None:
@@ -364,38 +481,33 @@ def refuse_another_users(run: RunDirectory) -> None:
             raise Refused([_refusal(run, NotOwnError(folder, distrust))])
 
 
-def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwnError]:
-    for path, distrust_of, needed in (
-        (run.path, distrust_of_folder, True),
-        (run.attempts_dir, distrust_of_folder, True),
-        (run.state_path, distrust_of_file, True),
-        (run.spec_path, distrust_of_file, True),
-        (run.control_dir, distrust_of_folder, False),
-        (run.metrics_dir, distrust_of_folder, False),
-        (run.manifest_path, distrust_of_file, False),
-        (run.supervisor_lock_path, distrust_of_file, False),
-    ):
-        found = distrust_of(path)
-        if found is not None and (needed or found is not Distrust.MISSING):
-            yield NotOwnError(path, found)
-    if attempt is not None:
-        yield from _attempt_not_own(run.attempt_dir(attempt))
+def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
+    """Yield what is not this user's own of what is read. Raises OSError."""
+    if (distrust := folder.distrust) is not None:
+        yield NotOwnError(run.path, distrust)
+    for name, kind in _NEEDED.items():
+        if folder.distrust_of(name, kind) is Distrust.MISSING:
+            yield NotOwnError(run.path / name, Distrust.MISSING)
+    for name, kind in _PARTS.items():
+        for found in folder.foreign(name, kind):
+            if not _decides_nothing(found):
+                yield found
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        spec = decode_json(read_own(run.spec_path), RunSpec)
+        if spec.checkpoint.folder:
+            with open_named(checkpoints_folder(run, spec)) as elsewhere:
+                yield from (part for part in elsewhere.foreign() if not _decides_nothing(part))
 
 
-def _attempt_not_own(folder: Path) -> Iterator[NotOwnError]:
-    if (distrust := distrust_of_folder(folder)) is not None:
-        yield NotOwnError(folder, distrust)
-        return
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        yield NotOwnError(folder, Distrust.UNREADABLE)
-        return
-    for entry in entries:
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        found = distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
-        if found is not None and found is not Distrust.MISSING:  # which was a temporary file
-            yield NotOwnError(entry, found)
+def _decides_nothing(part: NotOwnError) -> bool:
+    """Return whether it does no harm that a part of a run is not this user's own: Slurm makes logs
+    with the user's umask, and a checkpoint with a link in it counts as damaged.
+    """
+    if part.distrust is Distrust.OTHERS_CAN_WRITE:
+        return part.path.suffix == _LOG
+    return part.distrust is Distrust.WRONG_KIND and any(
+        _NAME.match(folder.name) for folder in part.path.parents
+    )
 
 
 def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:

@@ -19,6 +19,7 @@ Problem codes:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -28,7 +29,13 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.folders import default_runs_dir, known_runs_dirs, probes_dir, run_folders_record
+from so_tui.folders import (
+    default_runs_dir,
+    known_runs_dirs,
+    probes_dir,
+    run_folders_record,
+    state_home,
+)
 from so_tui.runs.directory import (
     RunDirectory,
     refuse_another_users,
@@ -42,9 +49,16 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
-from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder
+from so_tui.trust.folders import (
+    GROUP,
+    VARIABLE,
+    close_to_group,
+    make_folders,
+    make_run_folder,
+)
 from so_tui.trust.text import printable_line
 
+_log = logging.getLogger(__name__)
 LATEST = "latest"
 LONGEST_NAME = 48
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
@@ -94,12 +108,14 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
     stem = checked_name(called) if called else spec.name
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
-        folder.mkdir(
-            parents=True, exist_ok=True
-        )  # with the user's umask: others may keep their runs in the same folder
+        shared = os.environ.get(VARIABLE) == GROUP
+        make_folders(folder, shared=shared)
+        for made in (state_home(), folder) if state_home() in folder.parents else ():
+            if close_to_group(made):
+                path = printable_line(str(made))
+                _log.warning("so-tui: the group of %s could write in it; not any more", path)
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
         run = RunDirectory(folder / f"{stem}-{suffix}")
-        shared = os.environ.get(VARIABLE) == GROUP
         make_run_folder(run.path, shared=shared)  # fails if another process was first
     except FileExistsError as error:
         raise reject(
@@ -213,7 +229,7 @@ def _record_folder(folder: Path) -> None:
     # to refuse it.
     with contextlib.suppress(OSError):
         path = run_folders_record()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(f"{folder}\n")

@@ -227,6 +227,18 @@ def alive(process: Process) -> bool:
     return found is not None and found.start_time == process.start_time
 
 
+def suspended(state: RunState) -> Process | None:
+    """Return a process of the run on this host that was stopped, as by SIGSTOP, its supervisor
+    first; None if all run.
+    """
+    if sees_processes_of(host_of(state)):
+        for process in filter(None, (state.supervisor, *state.processes)):
+            stat = read_stat(process.pid)
+            if stat and stat.start_time == process.start_time and stat.state in "Tt":
+                return process
+    return None
+
+
 def supervised(state: RunState) -> bool:
     """Return whether the recorded supervisor runs on this host."""
     return (

@@ -77,16 +77,14 @@ class RunLock:
 
     def path(self, number: int) -> Path:
         """Return the path of a file; the first has the number 1."""
-        return self._run.path / (
-            "supervisor.owner" if number == 1 else f"supervisor.owner.{number}"
-        )
+        return self._run.at / ("supervisor.owner" if number == 1 else f"supervisor.owner.{number}")
 
     def take(self) -> bool:
         """Take the lock by a file, unless its owner lives or another process is faster."""
         number = next(number for number in itertools.count(1) if not self.path(number).exists())
         if number > 1 and not self._is_free(self.path(number - 1)):
             return False
-        draft = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
+        draft = self._run.at / f".supervisor.owner.{os.urandom(4).hex()}"
         try:
             draft.write_bytes(msgspec.json.encode(self._owner))
             # Linking fails if the file exists, and never shows part of the content.

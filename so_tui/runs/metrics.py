@@ -34,6 +34,7 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.segments import (
     MEBIBYTE,
+    MOST_SEGMENTS,
     Lines,
     SegmentWriter,
     cut_incomplete_line,
@@ -49,6 +50,8 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 18
 """Read at a time: some 400 records, after which other threads get their turn."""
 _HEAD_BYTES = 1 << 14
+_HEADS_S = 1.0
+"""How long a poll may read the beginnings of segments, of which a run has some hundred at most."""
 _PLACE_BYTES = 1 << 16
 """Least distance of the places that are remembered in a segment."""
 _END_BYTES = 1 << 17
@@ -99,6 +102,8 @@ class _Segment:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.unread = False
+        """Whether it is an earlier one with an unread rest."""
         self.offset = 0
         self.attempt = 0
         self.events: list[MetricRecord] = []
@@ -139,11 +144,11 @@ class _Segment:
             if (record := decode_metric(line)) is not None:
                 self.add(record, start)
 
-    def read_head(self) -> None:
+    def read_head(self, deadline: float) -> None:
         """Read up to the first step: a resume before it decides which earlier steps count. Raises
         OSError.
         """
-        while not self.places:
+        while not self.places and time.monotonic() < deadline:
             lines, _ = read_lines(self.path, self.offset, _HEAD_BYTES)
             if not lines:
                 return
@@ -192,6 +197,8 @@ class MetricsReader:
         self._events: Events | None = None
         """None after a change."""
         self._cuts: dict[int, float] = {}
+        self.whole = True
+        """Whether everything that was recorded at the last poll has been read."""
         self.latest: StepRecord | None = None
         """Last step that is not superseded: a resume supersedes the later steps of earlier
         attempts.
@@ -234,7 +241,7 @@ class MetricsReader:
         """
         found: list[StepRecord] = []
         for segment in reversed(self._segments.values()):
-            if segment in self._unread:
+            if segment.unread:
                 break
             for place in range(len(segment.places) - 1, -1, -1):
                 if len(found) >= count:
@@ -264,7 +271,7 @@ class MetricsReader:
     def size_of(self, segment: _Segment) -> int:
         """Return how many bytes of a segment can be read by now."""
         known = segment.offset
-        return max(known, size_of(segment.path)) if segment in self._unread else known
+        return max(known, size_of(segment.path)) if segment.unread else known
 
     # Following.
 
@@ -277,8 +284,8 @@ class MetricsReader:
         Raises:
             OSError: If the folder cannot be read.
         """
+        self._find_segments(time.monotonic() + _HEADS_S)
         deadline = time.monotonic() + limit_s
-        self._find_segments()
         records: list[MetricRecord] = []
         more = False
         while self._followed and not more:
@@ -294,11 +301,12 @@ class MetricsReader:
             segment = self._unread[-1]
             self._read_on(segment, segment.offset)
             more = bool(self._unread) and time.monotonic() >= deadline
+        self.whole = not more and not self._unread and len(self._segments) < MOST_SEGMENTS
         return Progress(tuple(records), more, behind)
 
-    def _find_segments(self) -> None:
+    def _find_segments(self, deadline: float) -> None:
         """Take note of new segments. The newest is followed; earlier ones, also those that appear
-        late, are read after it.
+        late, are read after it: only their beginnings now, and only until the deadline.
         """
         new = {
             number: path
@@ -314,9 +322,10 @@ class MetricsReader:
             if number >= newest:
                 self._followed.append(segment)
                 continue
+            segment.unread = True
             self._unread.append(segment)
             try:
-                segment.read_head()
+                segment.read_head(deadline)
             except OSError as error:
                 self._leave_out(segment, error)
         self._segments = dict(sorted(self._segments.items()))
@@ -367,7 +376,7 @@ class MetricsReader:
         """Return some lines of a segment from a position on, and the position after them: of one
         that is followed, only what was read of it. Raises OSError.
         """
-        if segment in self._unread:
+        if segment.unread:
             return self._read_on(segment, at)
         if at >= segment.offset:
             return [], at
@@ -393,7 +402,8 @@ class MetricsReader:
         self._events = None
         if not lines:
             self._unread.remove(segment)
-            if self.latest is None:
+            segment.unread = False
+            if self.latest is None and segment.places:
                 self.latest = next(iter(self.recent(1)), None)
         return lines, end
 
@@ -401,6 +411,7 @@ class MetricsReader:
         _log.info("%s is left out: %s", segment.path, error)
         segment.offset, segment.events, segment.places, segment.warning = 0, [], [], None
         self._unread.remove(segment)
+        segment.unread = False
         self._forget()
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.
@@ -437,7 +448,7 @@ def records_at_end(run: RunDirectory) -> list[MetricRecord]:
     newest = next(reversed(segments(run.metrics_dir).values()), None)
     if newest is None:
         return []
-    size = newest.stat().st_size
+    size = size_of(newest)
     # The first of these lines may lack its beginning.
     lines = read_span(newest, max(0, size - _END_BYTES), size)
     return [record for line in lines if (record := decode_metric(line)) is not None]

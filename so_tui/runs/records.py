@@ -521,12 +521,18 @@ def encode_line(record: msgspec.Struct) -> bytes:
     return line + b"\n"
 
 
+_SHORTEST_LINE = 16
+"""Bytes of a record: its kind and its time take more."""
+
+
 def _decoding(decoder: msgspec.json.Decoder[T]) -> Callable[[bytes], T | None]:
     """Return a function that decodes a line; None for an incomplete or implausible line or an
     unknown kind.
     """
 
     def decode(line: bytes) -> T | None:
+        if len(line) < _SHORTEST_LINE:  # such as an empty one: failing costs ten times as much
+            return None
         try:
             return decoded(decoder, line)
         except msgspec.DecodeError:
@@ -590,6 +596,8 @@ class OutcomeCode(StrEnum):
     GPU_IN_USE = "gpu-in-use"
     HOST_DIFFERS = "host-differs"
     """The host is not the one that the launch was planned for."""
+    FOLDER_EXCHANGED = "folder-exchanged"
+    """Another folder got the name of the run directory."""
     NOT_STARTED = "not-started"
     """The processes could not be started for another reason."""
     STOP_OVERDUE = "stop-overdue"

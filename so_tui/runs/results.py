@@ -132,7 +132,22 @@ def total(values: Iterable[float]) -> float:
         return sum(values)
 
 
-_READ_S = 20.0
+MOST_S = 40.0
+"""How long a command may take to read all its runs."""
+
+
+class ReadingTime:
+    """How long one command may take to read runs: a folder of them may be anybody's."""
+
+    def __init__(self, each_s: float) -> None:
+        """Begin now. The metrics of each run may take so long."""
+        self._end = time.monotonic() + MOST_S
+        self._each_s = each_s
+
+    @property
+    def left_s(self) -> float:
+        """How long the next run may take; 0 if the time is up."""
+        return min(self._each_s, max(0.0, self._end - time.monotonic()))
 
 
 class RunResults(Struct, frozen=True, kw_only=True):
@@ -156,6 +171,8 @@ class RunResults(Struct, frozen=True, kw_only=True):
     """Highest peak."""
     host_memory_bytes: int | None = None
     """The same of host memory."""
+    whole: bool = True
+    """Whether that is all that the run recorded, or what could be read of it in time."""
 
 
 def results_of(reader: MetricsReader, spec: RunSpec | None, total_steps: int) -> RunResults:
@@ -174,12 +191,15 @@ def results_of(reader: MetricsReader, spec: RunSpec | None, total_steps: int) ->
         last = reader.latest.step
         span = mean_steps_of(spec, total_steps, last)
         found = _figures(list(reader.steps(last - span + 1, last)), span)
-    return replace(found, evaluation_loss=_evaluation_loss(reader.events.evaluations))
+    evaluation_loss = _evaluation_loss(reader.events.evaluations)
+    return replace(found, evaluation_loss=evaluation_loss, whole=reader.whole)
 
 
-def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) -> RunResults:
+def recent_results(
+    run: RunDirectory, spec: RunSpec | None, total_steps: int, limit_s: float = math.inf
+) -> RunResults:
     """Return the same results, of which nothing but the end of the newest segment is read where
-    that suffices. Raises OSError.
+    that suffices, and otherwise what can be in ``limit_s``. Raises OSError.
     """
     records = records_at_end(run)
     steps: list[StepRecord] = []
@@ -194,7 +214,7 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
         if steps[0].step <= max(1, last - span + 1):
             counted = [step for step in steps if step.step > last - span]
             return replace(_figures(counted, span), evaluation_loss=_evaluation_loss(evaluations))
-    return results_of(read_all(run), spec, total_steps)
+    return results_of(read_all(run, limit_s), spec, total_steps)
 
 
 def _evaluation_loss(evaluations: Sequence[EvaluationRecord]) -> float | None:
@@ -228,14 +248,15 @@ def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def read_all(run: RunDirectory) -> MetricsReader:
-    """Return a reader that knows all records of a run, or what could be read in 20 s. Raises
-    OSError.
+def read_all(run: RunDirectory, limit_s: float = math.inf) -> MetricsReader:
+    """Return a reader that knows all records of a run, or those that could be read in ``limit_s``.
+    Raises OSError.
     """
     reader = MetricsReader(run)
-    deadline = time.monotonic() + _READ_S
-    while reader.poll(limit_records=100_000, limit_s=1.0).more and time.monotonic() < deadline:
-        continue
+    deadline = time.monotonic() + limit_s
+    while reader.poll(limit_records=100_000, limit_s=min(0.5, limit_s)).more:
+        if time.monotonic() >= deadline:
+            break
     return reader
 
 

@@ -8,13 +8,17 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from so_tui.trust.files import UnfitFileError, open_descriptor
+from so_tui.trust.files import UnfitFileError, names_in, open_descriptor
 
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
 _BLOCK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 8 * MEBIBYTE
 """Limit of a record. The binding of a thousand ranks takes less than one."""
+_LARGEST_BYTES = 32 * MEBIBYTE
+"""What is beyond it in a segment is not read. Writers begin another one after four."""
+MOST_SEGMENTS = 4096
+"""Older ones are not read. A run of a million steps has some hundred."""
 
 
 Lines = tuple[list[bytes], int]
@@ -22,15 +26,11 @@ Lines = tuple[list[bytes], int]
 
 
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
-    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the
-    folder is missing.
+    """Return the newest segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if
+    the folder is missing.
     """
-    try:
-        names = os.listdir(folder)  # noqa: PTH208 - faster than a Path for each name
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
     found = {}
-    for name in names:
+    for name in names_in(folder):
         number = name[len(stem) : -len(SUFFIX)]
         if (
             name.startswith(stem)
@@ -39,15 +39,15 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
             and number.isascii()
             and len(number) <= 12
         ):
-            found[int(number)] = folder / name
-    return dict(sorted(found.items()))
+            found[int(number)] = name
+    return {number: folder / name for number, name in sorted(found.items())[-MOST_SEGMENTS:]}
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a segment; 0 if it is gone."""
+    """Return how many bytes of a segment are read at most; 0 if it is gone."""
     try:
         # Once for each segment: a method of Path costs twice as much.
-        return os.stat(path).st_size  # noqa: PTH116
+        return min(os.stat(path).st_size, _LARGEST_BYTES)  # noqa: PTH116
     except OSError:
         return 0
 
@@ -64,7 +64,7 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> Lines:
     except (FileNotFoundError, UnfitFileError):
         return [], offset
     try:
-        unread_bytes = os.fstat(descriptor).st_size - offset
+        unread_bytes = min(os.fstat(descriptor).st_size, _LARGEST_BYTES) - offset
         if unread_bytes <= 0:
             return [], offset
         block = os.pread(descriptor, min(limit_bytes, unread_bytes), offset)

@@ -24,7 +24,8 @@ from so_tui.runs.records import RunState
 from so_tui.spec.check import exists
 from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import prepare, read_json, readable_json
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json, prepare, readable_json
+from so_tui.trust.files import Distrust, read_judged
 
 # Requests of users to a run: small files in ``control/`` that rank 0 checks between steps.
 
@@ -184,9 +185,8 @@ def read_state(run: RunDirectory) -> RunState:
     """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing
     or cannot be read.
     """
-    return _read(
-        run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run."
-    )
+    remedy = "Check that this is the folder of a run."
+    return _read(run, run.state_path, RunState, "unreadable-state", remedy)[0]
 
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
@@ -195,9 +195,15 @@ def write_spec(run: RunDirectory, spec: RunSpec) -> None:
 
 
 def read_spec(run: RunDirectory) -> RunSpec:
-    """Return the spec of the run. Raises InputError if ``spec.json`` is missing or malformed."""
+    """Return the spec of the run. In a file that others own or can write,
+    ``model.trust_remote_code`` counts as false.
+
+    Raises:
+        InputError: ``spec.json`` is missing or malformed.
+    """
     remedy = "The run was written by another version of so-tui, or its folder is damaged."
-    return _read(run.spec_path, RunSpec, "unreadable-spec", remedy)
+    spec, distrust = _read(run, run.spec_path, RunSpec, "unreadable-spec", remedy)
+    return spec if distrust is None else spec.changed("model", trust_remote_code=False)
 
 
 def readable_spec(run: RunDirectory) -> RunSpec | None:
@@ -208,13 +214,17 @@ def readable_spec(run: RunDirectory) -> RunSpec | None:
         return None
 
 
-def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
+def _read(
+    run: RunDirectory, path: Path, kind: type[T], code: str, remedy: str
+) -> tuple[T, Distrust | None]:
+    """Return the content of a file, and why it is not this user's own; None if it is."""
     try:
-        return read_json(path, kind)
+        content, distrust = read_judged(path, LARGEST_FILE_BYTES)
+        return decode_json(content, kind), distrust
     except (OSError, msgspec.DecodeError) as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not exists(path.parent):
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise reject(
-            code, "run", str(path.parent), f"{path.name} cannot be read: {reason}", remedy
+            code, "run", str(run.path), f"{path.name} cannot be read: {reason}", remedy
         ) from error

@@ -12,6 +12,8 @@ Problem codes:
     invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or
     a file has it. not-writable, not-deletable: The preset cannot be written or deleted.
     preset-in-use: Another preset of the user extends it.
+    trust-not-own: Others own or can write the file, so its ``model.trust_remote_code`` counts as
+    false. option-not-own: Such a file has an option of Slurm that could do more than choose a node.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from so_tui.spec.merge import complete_tree, differences, merged, spec_tree
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
 from so_tui.trust.decoding import TooDeepError, Tree, decode_toml
-from so_tui.trust.files import UnfitFileError, read_bounded
+from so_tui.trust.files import UnfitFileError, read_judged
 from so_tui.trust.text import quoted
 from so_tui.units import thousands
 
@@ -200,6 +202,7 @@ class _Source(Struct, frozen=True):
     path: str
     origin: Origin
     tree: Tree
+    problems: tuple[Problem, ...] = ()
 
 
 def _preset_files(folder: Path) -> list[Path]:
@@ -224,7 +227,8 @@ def _preset_files(folder: Path) -> list[Path]:
 def _read_source(path: Path, origin: Origin) -> _Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
     try:
-        tree = decode_toml(read_bounded(path, LARGEST_BYTES))
+        content, distrust = read_judged(path, LARGEST_BYTES)
+        tree = decode_toml(content)
     except FileNotFoundError:
         remedy = "`so-tui presets` lists the presets by name."
         raise _unread(path, "file-not-found", "there is no such file", remedy) from None
@@ -232,7 +236,7 @@ def _read_source(path: Path, origin: Origin) -> _Source:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
         message = (
-            "is a pipe or a device"
+            "is not a regular file"
             if error.code == "not-a-file"
             else f"is larger than {thousands(LARGEST_BYTES)} bytes"
         )
@@ -252,7 +256,57 @@ def _read_source(path: Path, origin: Origin) -> _Source:
     if tree and not tree.keys() & _KEYS:
         raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)
-    return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+    # Where so-tui is installed is trusted, whoever has installed it.
+    foreign = distrust is not None and origin != "built-in"
+    problems = _without_others_trust(tree, path) if foreign else ()
+    return _Source(str(tree["name"]), str(path), origin, tree, problems)
+
+
+_NODES_AND_SHARES = """
+    account begin cluster-constraint comment constraint contiguous core-spec cores-per-socket
+    cpu-freq cpus-per-gpu cpus-per-task deadline distribution exclude exclusive extra-node-info
+    gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint licenses
+    mem mem-bind mem-per-cpu mem-per-gpu mincpus nice partition prefer priority qos reservation
+    sockets-per-node spread-job switches thread-spec threads-per-core time time-min tmp
+    use-min-nodes
+"""
+_HARMLESS_OPTIONS = frozenset(f"--{name}" for name in _NODES_AND_SHARES.split())
+"""Options of Slurm that choose nodes and shares of them. Others let a job run in a container, write
+files, tell others, or do what a site's plugins can.
+"""
+
+
+def _without_others_trust(tree: Tree, path: Path) -> tuple[Problem, ...]:
+    """Take the trust in a model's code out of the tree of a file that others own or can write, and
+    return that as a problem.
+
+    Raises:
+        InputError: It has an option of Slurm that could do harm (code ``option-not-own``).
+    """
+    slurm, model = tree.get("slurm"), tree.get("model")
+    options = slurm.get("options") if isinstance(slurm, dict) else None
+    for option in options if isinstance(options, list) else ():
+        if str(option).partition("=")[0] not in _HARMLESS_OPTIONS:
+            raise reject(
+                "option-not-own",
+                "slurm.options",
+                shown(option),
+                "is no option that a file may set which others own or can write",
+                "Copy the file, read it, and use the copy; or give the option with --set.",
+                file=str(path),
+            )
+    if not isinstance(model, dict) or not model.pop("trust_remote_code", False):
+        return ()
+    problem = Problem(
+        "trust-not-own",
+        "model.trust_remote_code",
+        "true",
+        "counts as false, since others own the file or can write it",
+        "If you have read the model's code, give --set model.trust_remote_code=true, or use a copy "
+        "of the file.",
+        file=str(path),
+    )
+    return (problem,)
 
 
 def _unread(path: Path, code: str, message: str, remedy: str) -> InputError:
@@ -334,6 +388,7 @@ def load_catalog() -> Catalog:
                         file=source.path,
                     )
                 trees[source.name] = source
+                problems += source.problems
             except InputError as error:
                 problems += error.problems
     for source in trees.values():
@@ -387,7 +442,9 @@ def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
         return _preset(
             source,
             {
-                name: _Source(name, preset.path, preset.origin, complete_tree(preset.spec))
+                name: _Source(
+                    name, preset.path, preset.origin, complete_tree(preset.spec), preset.problems
+                )
                 for name, preset in known.items()
             },
         )
@@ -545,7 +602,11 @@ def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
     # A file is not among the presets by name: it may have the name of the one that it extends.
     seen = () if source.origin == "file" else (source.name,)
     spec = check_tree(_extended(source, sources, seen), source.path)
-    return Preset(spec=spec, origin=source.origin, path=source.path)
+    problems, below = list(source.problems), source
+    while (base := below.tree.get("extends")) is not None:
+        below = sources[base]
+        problems += below.problems
+    return Preset(spec=spec, origin=source.origin, path=source.path, problems=tuple(problems))
 
 
 def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from so_tui.spec.errors import Problem
 from so_tui.trust.decoding import prepare
 from so_tui.trust.text import brief_line
 
@@ -397,7 +398,8 @@ class ModelSpec(_Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Run Python code of the model repository. Only for models whose code you have read."
+                "Run Python code of the model repository, once you have allowed it with `so-tui "
+                "trust`. Counts only in files that others cannot write."
             )
         ),
     ] = False
@@ -969,3 +971,5 @@ class Preset(Struct, frozen=True, kw_only=True):
     spec: RunSpec
     origin: Literal["built-in", "user", "file"]
     path: str
+    problems: tuple[Problem, ...] = ()
+    """What of it does not count, since others can write its file or one that it extends."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 # Read files that anybody may have written: regular files only, and only as much as the caller
 # expects.
@@ -23,6 +23,7 @@ from typing import Literal
 # A pipe would block, a device never end, and a file of gigabytes fill the memory.
 
 
+T = TypeVar("T")
 _TRIES = 5
 """How often a file is opened that other hosts replace meanwhile. They do so about once a second."""
 _BLOCK_BYTES = 1 << 13
@@ -49,12 +50,18 @@ def open_descriptor(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. Links are followed.
 
     Raises:
-        UnfitFileError: It is a folder, a pipe, a socket or a device.
+        UnfitFileError: It is a folder, a pipe, a socket, a device, or a link that leads nowhere but
+            to links.
         OSError: It cannot be opened.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means
     # nothing.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a socket, with the latter
+            raise UnfitFileError(path, "not-a-file", 0) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnfitFileError(path, "not-a-file", 0)
@@ -68,8 +75,15 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         UnfitFileError: It is not a regular file, or larger.
         OSError: It cannot be read.
     """
+    return read_judged(path, limit_bytes)[0]
 
-    def read() -> bytes:
+
+def read_judged(path: Path, limit_bytes: int) -> tuple[bytes, Distrust | None]:
+    """Return what ``read_bounded`` does, and why the file that was read is not this user's own;
+    None if it is.
+    """
+
+    def read() -> tuple[bytes, Distrust | None]:
         descriptor = open_descriptor(path)
         try:
             # Asked for the limit, Python would allocate that much for each small file.
@@ -79,17 +93,32 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
             while left > 0 and (part := os.read(descriptor, min(left, block_bytes))):
                 parts.append(part)
                 left -= len(part)
-            return b"".join(parts)
+            return b"".join(parts), distrust_of(descriptor, stat.S_IFREG)
         finally:
             os.close(descriptor)
 
-    content = _despite_replacement(read)
+    content, distrust = _despite_replacement(read)
     if len(content) > limit_bytes:
         raise UnfitFileError(path, "too-large", limit_bytes)
-    return content
+    return content, distrust
 
 
-def _despite_replacement(read: Callable[[], bytes]) -> bytes:
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if nothing that can be listed has that path.
+
+    Raises:
+        OSError: A folder may be there, and cannot be read.
+    """
+    try:
+        # Polled once a second: a Path for each name is too slow.
+        return os.listdir(folder)  # noqa: PTH208
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []
+        raise
+
+
+def _despite_replacement(read: Callable[[], T]) -> T:
     """Return what a function reads that opens a file, called again if another host replaced the
     file in between.
 

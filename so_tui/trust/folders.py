@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,31 @@ class Folder:
             return distrust_of(descriptor, kind)
         finally:
             os.close(descriptor)
+
+    def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
+        """Yield what is not this user's own of something in it, and of everything below that. What
+        goes meanwhile is left out.
+
+        Args:
+            name: Its path below this folder.
+            kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``, if it must be that.
+
+        Raises:
+            OSError: Something cannot be opened.
+        """
+        with suppress(FileNotFoundError):
+            descriptor = self._opened(name, os.O_PATH)
+            try:
+                found = stat.S_IFMT(os.fstat(descriptor).st_mode)
+                usual = stat.S_IFDIR if found == stat.S_IFDIR else stat.S_IFREG
+                distrust = distrust_of(descriptor, kind or usual)
+            finally:
+                os.close(descriptor)
+            if distrust is not None:
+                yield NotOwnError(self.path / name, distrust)
+            elif found == stat.S_IFDIR:
+                for below in self.names(name):
+                    yield from self.foreign(f"{name}/{below}")
 
     def open(self, name: str) -> int:
         """Open a regular file in it for reading, and return the descriptor.
@@ -297,15 +323,32 @@ def is_shared(folder: Path) -> bool:
 
 def make_run_folder(folder: Path, *, shared: bool) -> None:
     """Create a run folder with the modes that were chosen, whatever the umask is. A shared one
-    keeps the setgid bit of the folder above, so that its files belong to the project's group.
+    keeps the setgid bit of the folder above, so that its files belong to the project's group. The
+    access control list of a folder above would let others write what is made in this one, whatever
+    the umask is, so it ends here.
 
     Raises:
         FileExistsError: Another process was first.
         OSError: It cannot be made.
     """
     folder.mkdir(mode=0o700)
+    with suppress(OSError):  # there is none, or the file system has none
+        os.removexattr(folder, "system.posix_acl_default")
     if shared:
         folder.chmod(_SHARED_FOLDER | folder.stat().st_mode & stat.S_ISGID)
+
+
+def make_folders(folder: Path, *, shared: bool = False) -> None:
+    """Create a folder, and those above it that are missing, with the modes of a run folder. One
+    that exists keeps its mode: others may keep their runs in it.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    if not folder.is_dir():
+        make_folders(folder.parent, shared=shared)
+        with suppress(FileExistsError):  # another process was first
+            make_run_folder(folder, shared=shared)
 
 
 def close_to_group(path: Path) -> bool:

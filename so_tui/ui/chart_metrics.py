@@ -17,6 +17,7 @@ from so_tui.folders import state_home
 from so_tui.runs.records import StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
+from so_tui.trust.folders import make_folders
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Named, Wanted
 from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
@@ -223,7 +224,7 @@ def load_layout() -> ChartLayout:
 def save_layout(layout: ChartLayout) -> None:
     """Remember a layout. Raises OSError."""
     path = _layout_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     write_atomic(path, msgspec.json.encode(layout))
 
 

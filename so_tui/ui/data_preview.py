@@ -22,7 +22,7 @@ from so_tui.spec import RunSpec, SoTuiError
 from so_tui.ui.dialogs import CLOSE, button
 from so_tui.ui.form import problem_texts
 from so_tui.ui.lines import fill
-from so_tui.ui.messages import unexpected_error
+from so_tui.ui.messages import code_refused, unexpected_error
 from so_tui.ui.plan_view import data_name
 from so_tui.ui.text import Content, faint, in_rows, shorten_path
 from so_tui.ui.widgets import Rule
@@ -190,6 +190,8 @@ class DataPreviewScreen(ModalScreen[None]):
                     self.call_later(self._show_preview, event)
         except SoTuiError as error:
             self.call_later(self._show_failure, problem_texts(error))
+            if refused := code_refused(self.app, "No data read", error, self.action_again):
+                self.app.post_message(refused)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):

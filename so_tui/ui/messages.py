@@ -52,6 +52,32 @@ def failure(title: str, error: SoTuiError) -> Failed:
     return Failed(title, tuple(str(error).splitlines()))
 
 
+def code_refused(
+    app: App[None], title: str, error: SoTuiError, proceed: Callable[[], object]
+) -> Failed | None:
+    """Return the message that a model's code was refused because the user has not allowed it, with
+    the offer to do so and to ``proceed``; None if something else was refused. Takes a while.
+    """
+    from so_tui.launch.helper_jobs import refused_code
+    from so_tui.spec.consents import allow
+
+    codes = refused_code(error)
+    if not codes:
+        return None
+
+    def trust() -> None:
+        with reporting(app, "The code", "trusted"):
+            for code in codes:
+                allow(code)
+            proceed()
+
+    lines = tuple(line for code in codes for line in code.lines())
+    return Failed(title, (*lines, _READ), offer=Offer("Trust this code", trust))
+
+
+_READ = "Trust it only if you have read it."
+
+
 @contextmanager
 def reporting(app: App[None], subject: str, done: str, path: Path | str = "") -> Iterator[None]:
     """Tell the user if ``subject`` was not ``done``, since that was refused or a file could not be

@@ -9,7 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, in_thread
+from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, code_refused, in_thread
 from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
 
@@ -115,6 +115,8 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
         if isinstance(error, Refused) and error.forceable:
             offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
         title = f"{launch.spec.label} was not started"
+        if refused := code_refused(app, title, error, partial(start_launch, app, launch, draft)):
+            lines, offer = [*refused.lines, *lines[len(str(error).splitlines()) :]], refused.offer
         app.post_message(NotLaunched(title, tuple(lines), error, offer=offer))
     else:
         if draft is not None:

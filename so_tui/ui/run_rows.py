@@ -8,6 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, readable_spec
 from so_tui.runs.listing import RunNotes, read_notes
@@ -22,6 +25,8 @@ from so_tui.ui.charts.series import MOST_ROWS, FollowedSteps, Line, Series, Want
 
 
 SUPERVISION_S = 10.0
+LOOK_S = 5.0
+"""How long a look at all runs may take."""
 _NO_NOTES = RunNotes()
 
 
@@ -60,6 +65,16 @@ class RunRow:
         return " ".join(words).lower()
 
 
+class _Known(NamedTuple):
+    """What was read of a run."""
+
+    look: int
+    """Number of the look."""
+    changed: tuple[int, int] | None
+    """When its files were written; None if it is read again in any case."""
+    row: RunRow
+
+
 class RunLister:
     """Lists runs repeatedly, for one thread at a time. A run that has ended is read again only
     after a change.
@@ -69,22 +84,34 @@ class RunLister:
         self._runs_dir = runs_dir
         self._supervision_checked: dict[Path, float] = {}
         self._watch = HeartbeatWatch()
-        self._ended: dict[Path, tuple[tuple[int, int], RunRow]] = {}
+        self._known: dict[Path, _Known] = {}
+        self._sections: dict[bytes, Any] = {}
+        """Parts of runs' settings by their content."""
+        self._looks = 0
+        self.unread = 0
+        """Runs that the last look did not reach, and none before it."""
 
     def rows(self) -> tuple[RunRow, ...]:
-        """Return all runs, newest first."""
+        """Return all runs, newest first. What ``LOOK_S`` does not suffice for is as it was, or left
+        to the next look.
+        """
         from so_tui.launch.executors import ensure_supervised
         from so_tui.launch.supervisor.processes import OwnProcesses
 
-        rows = []
-        own_processes = OwnProcesses()
-        for run in list_runs(self._runs_dir):
+        own_processes, deadline = OwnProcesses(), time.monotonic() + LOOK_S
+        self._looks += 1
+        runs, known = list_runs(self._runs_dir), self._known
+        # Those come first that the last look did not reach.
+        for run in sorted(runs, key=lambda run: known[run.path].look if run.path in known else 0):
+            if time.monotonic() >= deadline:
+                break
             changed = _written_ns(run.state_path), _written_ns(run.notes_path)
-            known = self._ended.get(run.path)
-            if known is not None and known[0] == changed:
-                rows.append(known[1])
+            before = known.get(run.path)
+            if before is not None and before.changed == changed:
+                known[run.path] = before._replace(look=self._looks)
                 continue
             row = self._row(run)
+            known[run.path] = _Known(self._looks, None, row)
             if row.live:
                 # Make sure that it has a supervisor, at intervals: one needs a moment to take over.
                 now, checked = time.monotonic(), self._supervision_checked
@@ -94,9 +121,10 @@ class RunLister:
             elif row.readable:
                 # otherwise its file system may be back at the next look, and nothing of it has
                 # changed
-                self._ended[run.path] = (changed, row)
-            rows.append(row)
-        return tuple(rows)
+                known[run.path] = _Known(self._looks, changed, row)
+        self._known = {run.path: known[run.path] for run in runs if run.path in known}
+        self.unread = len(runs) - len(self._known)
+        return tuple(found.row for found in self._known.values())
 
     def _row(self, run: RunDirectory) -> RunRow:
         from so_tui.launch.lifecycle import current_state
@@ -108,7 +136,22 @@ class RunLister:
             readable, why = False, error.problems[0]
             state = RunState(name=run.name, state="lost", reason=why.message, suggestion=why.remedy)
         checking = unconfirmed(run, state, self._watch)
-        return RunRow(run, readable_spec(run), state, checking, read_notes(run), readable)
+        spec = self._shared(readable_spec(run))
+        return RunRow(run, spec, state, checking, read_notes(run), readable)
+
+    def _shared(self, spec: RunSpec | None) -> RunSpec | None:
+        """Return the same settings, whose parts are those of other runs where they are equal: the
+        parts of thousands of runs take hundreds of megabytes.
+        """
+        if spec is None:
+            return None
+        parts = {name: getattr(spec, name) for name in spec.__struct_fields__}
+        shared = {
+            name: self._sections.setdefault(name.encode() + msgspec.json.encode(part), part)
+            for name, part in parts.items()
+            if isinstance(part, msgspec.Struct)
+        }
+        return msgspec.structs.replace(spec, **shared)
 
 
 def _written_ns(path: Path) -> int:

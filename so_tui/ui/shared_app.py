@@ -253,14 +253,16 @@ class _Announcer:
         self._title = ""
         self._alert_title = ""
 
-    def update(self, runs: tuple[RunRow, ...]) -> None:
-        """Announce what is new, and keep the terminal's title true."""
+    def update(self, runs: tuple[RunRow, ...], *, whole: bool) -> None:
+        """Announce what is new, and keep the terminal's title true. Unless the list is ``whole``, a
+        run that appears in it is not new.
+        """
         from so_tui.launch.supervisor.alerts import run_name_text
 
         if self._known is None and not runs:
             return  # nothing was read yet
         settings = self._app.settings.alerts
-        for row, alert in self._news(runs):
+        for row, alert in self._news(runs, whole=whole):
             self._announce(row, alert, settings)
         if settings.title:
             live = [row.run.name for row in runs if row.live]
@@ -269,7 +271,7 @@ class _Announcer:
                 title = f"so-tui: {run_name_text(live[0])}"
             self.show_title(self._alert_title or title)
 
-    def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
+    def _news(self, rows: Iterable[RunRow], *, whole: bool) -> list[tuple[RunRow, Alert]]:
         """Return alerts that are new since the last list; those of the first are old. Of a run that
         cannot be read now, nothing is known.
         """
@@ -291,7 +293,8 @@ class _Announcer:
             named = {(alert.attempt, alert.kind, alert.time): alert for alert in alerts}
             before = known.get(path, set())
             new = [alert for name, alert in named.items() if name not in before]
-            if new and not first and distrust_of_folder(path) is None:
+            listed = path in known or whole
+            if new and listed and not first and distrust_of_folder(path) is None:
                 found += [(row, alert) for alert in new]
             known[path] = before.union(named)
             self._live[path] = row.live
@@ -375,6 +378,8 @@ class SharedApp(SettingsApp):
     driver's library alone takes 2 MiB.
     """
     runs: var[tuple[RunRow, ...]] = var(())
+    unread_runs = 0
+    """How many more there are, which are being read."""
     live: var[int] = var(0)
     """How many of them are live, which changes less often than the list."""
     doctor_line: var[str] = var("")
@@ -453,7 +458,7 @@ class SharedApp(SettingsApp):
     # Runs.
 
     def watch_runs(self, runs: tuple[RunRow, ...]) -> None:
-        self.announcer.update(runs)
+        self.announcer.update(runs, whole=not self.unread_runs)
         self.live = sum(run.live for run in runs)
 
     def list_runs(self) -> None:
@@ -483,7 +488,10 @@ class SharedApp(SettingsApp):
         while True:
             await self._listing_due.wait()
             self._listing_due.clear()
-            self.runs = await asyncio.to_thread(lister.rows)
+            rows = await asyncio.to_thread(lister.rows)
+            self.unread_runs, self.runs = lister.unread, rows
+            if lister.unread:
+                self._listing_due.set()
 
     def open_run(self, run: RunDirectory) -> None:
         """Show ``run`` on the dashboard."""

@@ -17,6 +17,7 @@ from so_tui.plan.workload import Workload
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import prepare, read_json
+from so_tui.trust.folders import make_folders
 
 if TYPE_CHECKING:
     from so_tui.doctor import Finding
@@ -252,7 +253,7 @@ def read(folder: Path) -> Report | None:
 
 def write(folder: Path, report: Report) -> None:
     """Replace the report of a folder. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     write_atomic(folder / FILE, _encoded(report))
 
 

@@ -206,6 +206,30 @@ print(subprocess.Popen(sleep, env=environment, **quiet).pid)
         os.kill(pid, 9)
 
 
+def test_a_folder_in_which_others_can_rename_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named once, and must be sticky only where runs are shared."""
+    project = tmp_path / "project"
+    (project / "runs").mkdir(parents=True)
+    monkeypatch.setenv("SO_TUI_RUNS_DIR", str(project / "runs"))
+
+    def said() -> list[tuple[str, bool]]:
+        return [
+            (one.severity, f"`chmod +t {project}`" in one.remedy)
+            for one in findings(inspect_machine())
+            if one.code == "runs-exchangeable"
+        ]
+
+    assert said() == []
+    project.chmod(0o777)
+    assert said() == [("note", True)]
+    monkeypatch.setenv("SO_TUI_SHARE", "group")
+    assert said() == [("warning", True)]
+    project.chmod(0o1777)
+    assert said() == []
+
+
 def test_only_own_files_are_to_be_removed_on_this_machine() -> None:
     here = findings(inspect_machine())
     assert brief(here) or not here

@@ -146,6 +146,13 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
     assert text.suggestion == resuming.format("")
 
 
+@pytest.mark.parametrize("code", ["checkpoints-unreadable", "checkpoint-missing"])
+def test_nothing_saved_that_can_be_read_promises_no_step(code: str) -> None:
+    failed = Failure(rank=0, code=code, reason="it failed", suggestion="start over")
+    text = ending.outcome_text(ending.conclude(seen(None, failures=(failed,))), "r", 4)
+    assert text.suggestion == "start over"
+
+
 def test_every_code_of_the_supervisor_has_words() -> None:
     outcome = ending.conclude(ending.Evidence(gone_unseen=True))
     assert (outcome.state, outcome.code) == ("lost", C.UNOBSERVED)

@@ -29,9 +29,9 @@ class Recording(Executor):
     def __init__(self, *, takes_over: bool = True, interrupted: bool = False) -> None:
         self._takes_over, self._interrupted = takes_over, interrupted
 
-    def start(self, run: RunDirectory, attempt: int) -> Any:
-        self.run = run
-        self.launch = read_launch(run, attempt)
+    def start(self, run: RunDirectory, attempt: int, digest: str = "") -> Any:
+        self.run = RunDirectory(run.path)
+        self.launch = read_launch(run, attempt, digest)
         if self._takes_over:
             self.take_over(attempt)
         return self

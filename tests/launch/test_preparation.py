@@ -55,7 +55,11 @@ def test_launcher_gets_devices_and_cores(
 
 
 def test_without_numactl_the_launcher_does_not_bind() -> None:
-    given: dict[str, str] = {Placeholder.RUN: "/runs/a", Placeholder.RUN_ID: ""}
+    given: dict[str, str] = {
+        Placeholder.RUN: "/runs/a",
+        Placeholder.RUN_ID: "",
+        Placeholder.LAUNCH: "",
+    }
     given |= {Placeholder.ATTEMPT: "2", Placeholder.RENDEZVOUS: "file:///tmp/meeting/store"}
     resolved = launch_with(plan_of(spec_of())).resolved(given)
     argv = resolved.argv
@@ -128,6 +132,7 @@ MARKED = {
     "SO_TUI_RUN": Placeholder.RUN,
     "SO_TUI_RUN_ID": Placeholder.RUN_ID,
     "SO_TUI_ATTEMPT": Placeholder.ATTEMPT,
+    "SO_TUI_LAUNCH": Placeholder.LAUNCH,
     "PYTHONSAFEPATH": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "DS_ACCELERATOR": "cpu",

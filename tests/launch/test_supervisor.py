@@ -15,6 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from so_tui.cli import main
 from so_tui.launch import EXIT_GRACE_S
 from so_tui.launch.executors import ensure_supervised
 from so_tui.launch.launch import prepare, prepare_resume, supervisor_log
@@ -25,6 +26,7 @@ from so_tui.launch.supervisor.samples import MEMORY_INTERVAL_S
 from so_tui.machine import Machine
 from so_tui.plan.plan import StepTime
 from so_tui.runs import RunDirectory, RunReader, alive, read_spec, read_state, state_with_truth
+from so_tui.runs.directory import checkpoint_folders
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import OutcomeCode, Process, RunState
 from so_tui.runs.state import write_spec, write_state
@@ -114,6 +116,23 @@ def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, code: Ou
     if rank is not None:
         assert last.reason == f"rank {rank} was ended by SIGKILL"
     assert nothing_is_left(run, before)
+
+
+def test_stop_names_a_suspended_supervisor_and_what_was_saved(
+    runs: Runs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, before = runs.training()
+    pid = supervisor_of(before).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert main(["stop", str(run.path)]) == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    told = capfd.readouterr()
+    assert f"`kill -CONT {pid}` lets it go on" in told.err
+    saved = max(checkpoint_folders(run.checkpoints_dir)).name
+    assert f"step {int(saved.removeprefix('step-'))} is saved" in told.out
+    assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
 
 
 @pytest.mark.parametrize("manners", ["stubborn deaf"])

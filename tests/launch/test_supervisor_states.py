@@ -27,7 +27,7 @@ from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
 from so_tui.plan import remedies
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs.directory import run_id
+from so_tui.runs.directory import launch_digest, run_id, write_manifest
 from so_tui.runs.liveness import identify
 from so_tui.runs.lock import RunLock, run_lock
 from so_tui.runs.reader import LogReader
@@ -56,7 +56,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Supervisor:
-    return Supervisor(run, 1, found or read_state(run), RunLock(run))
+    return Supervisor(run, 1, found or read_state(run), RunLock(run), digest=digest_of(run))
+
+
+def digest_of(run: RunDirectory) -> str:
+    return launch_digest(run, run.launch_path(1).read_bytes())
 
 
 def training(run: RunDirectory, **values: Any) -> RunState:
@@ -236,7 +240,7 @@ def assert_refused(code: str, run: RunDirectory, attempt: int = 1) -> None:
     """A supervisor is refused, and writes nothing."""
     before = read_state(run)
     with rejected(code) as caught:
-        supervise(run, attempt)
+        supervise(run, attempt, digest_of(run))
     assert caught.value.exit_code == 2
     assert read_state(run) == before
     assert not run.command_path(1).exists()
@@ -263,10 +267,27 @@ def test_an_attempt_is_started_once(run: RunDirectory) -> None:
 )
 def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
     path = run.path / name
-    path.chmod(path.stat().st_mode | 0o020)
+    path.chmod(path.stat().st_mode | 0o002)
     with refused("others-can-write") as caught:
-        supervise(run, 1)
+        supervise(run, 1, digest_of(run))
     assert f"chmod -R go-w {run.path}" in str(caught.value)
+
+
+def test_only_the_launch_that_was_prepared_is_started(run: RunDirectory) -> None:
+    """Nor without knowing which: a supervisor that attaches starts nothing."""
+    launch, prepared = read_launch(run, 1), digest_of(run)
+    for digest in ("", "0" * 64):
+        with rejected("launch-exchanged"):
+            supervise(run, 1, digest)
+    write_launch(run, 1, replace(launch, checks_s=1.0))
+    with rejected("launch-exchanged"):
+        supervise(run, 1, prepared)
+    run.manifest_path.unlink()
+    write_manifest(run)
+    with rejected("launch-exchanged"):
+        read_launch(run, 1, write_launch(run, 1, launch)[:-1])
+    assert digest_of(run) != prepared, "the same launch of another run"
+    assert read_state(run).state == "created"
 
 
 def test_files_are_checked_again_when_they_are_opened(run: RunDirectory) -> None:
@@ -304,12 +325,12 @@ def test_run_goes_on_before_its_command_ends(
             continued.write_text(f"{read_state(run).state} {'free' if lock else 'locked'}")
 
     if not away:
-        assert supervise(run, 1, ended=ended) == 1
+        assert supervise(run, 1, digest_of(run), ended=ended) == 1
         assert told.read_text() == "failed free"
         assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
         return
     continued.touch()
     monkeypatch.setattr(RunLock, "release", raising(OSError(errno.EIO, "is away")))
     with pytest.raises(OSError, match="is away"):
-        supervise(run, 1)
+        supervise(run, 1, digest_of(run))
     assert told.exists()

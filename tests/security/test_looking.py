@@ -93,6 +93,7 @@ class Scene:
             if not path.is_symlink():
                 path.chmod(0o777 if path.is_dir() else 0o666)
         self.machine.owner.give(folder)
+        folder.chmod(0o755)
         return run
 
     def own(self, **claims: Any) -> RunDirectory:
@@ -212,7 +213,7 @@ def test_a_copied_run_is_data(scene: Scene) -> None:
     "part",
     [
         *("", "state.json", "attempts", "attempts/001", "attempts/001/launch.json"),
-        *("control", "metrics"),
+        *("control", "metrics", "run.json"),
     ],
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
@@ -227,7 +228,7 @@ def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, tr
         case "link":
             target.symlink_to(target.rename(viewer.home / "moved"))
         case _:
-            target.chmod(target.stat().st_mode | 0o020)
+            target.chmod(target.stat().st_mode | 0o002)
     with marked(viewer, run, known) as member:
         listed = viewer.so_tui("runs", "--runs-dir", str(run.path.parent))
         assert (listed.returncode, listed.stderr) == (0, "")

@@ -136,6 +136,7 @@ run, here = create_run(find_preset("tiny").spec, Path(sys.argv[1])), this_host()
 change_state(run, state="training", attempt=1, host=here.name, boot_id=here.boot_id,
     pid_namespace=here.pid_namespace, supervisor=identify(os.getpid()), started=time.time())
 os.chmod(run.path, 0o755)
+os.chmod(run.path.parent, 0o755)
 for path in run.path.iterdir():
     path.chmod(0o755 if path.is_dir() else 0o644)
 print(run.name, flush=True)

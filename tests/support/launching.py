@@ -41,11 +41,12 @@ def start(
     """Start the next attempt of a run; its output goes to the attempt's log."""
     launch = prepare(spec, inspect_machine())
     attempt = new_attempt(run)
-    write_launch(run, attempt, launch)
+    digest = write_launch(run, attempt, launch)
     here = launch.resolved(
         {
             Placeholder.RUN: str(run.path),
             Placeholder.RUN_ID: "",
+            Placeholder.LAUNCH: digest,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
         }

@@ -329,6 +329,9 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
     problem = refusal(lambda: told(run, tmp_path))
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
+    run.manifest_path.unlink()
+    run.manifest_path.symlink_to(run.manifest_path.name)
+    assert refusal(lambda: told(run, tmp_path)).code == "unreadable-run"
 
 
 @pytest.fixture

@@ -37,13 +37,13 @@ from so_tui_trainer.generation import (
     _prompt_ids,
     stop_tokens,
 )
-from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.config import load_config, stored_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.tools.generate import _base_of, _in_turn, _of_folder
 from tests.support.launching import tiny
-from tests.support.models import causal_model
+from tests.support.models import MULTIMODAL, causal_model
 from tests.support.problems import refusal, rejected
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
@@ -238,14 +238,28 @@ def test_a_contradicting_shape_is_refused(tmp_path: Path) -> None:
     assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 
-def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTrainedModel) -> None:
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("name", ["someone/kernel", "paged|someone/kernel", "flash_attention_2"])
+def test_a_kernel_that_a_model_names_is_not_loaded(
+    tmp_path: Path, causal: PreTrainedModel, key: str, name: str
+) -> None:
     """A kernel on the hub is a program, too."""
     causal.save_pretrained(tmp_path)
-    path, kernel = tmp_path / "config.json", {"attn_implementation": "someone/kernel"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | kernel))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: name}))
     model = ModelSpec(id=str(tmp_path))
     for loaded in (of_folder(tmp_path, model), meta_model(load_config(model))):
         assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_a_kernel_that_a_part_of_a_model_names_is_not_loaded(tmp_path: Path) -> None:
+    shape = {"model_type": "gemma3", **MULTIMODAL["gemma3"]}
+    for part in ("text_config", "vision_config"):
+        shape[part] = shape[part] | {"_attn_implementation": "someone/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = stored_config(ModelSpec(id=str(tmp_path)))
+    parts = (config, config.text_config, config.vision_config)
+    assert [part._attn_implementation for part in parts] == 3 * [None]
 
 
 def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedModel) -> None:

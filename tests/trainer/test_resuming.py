@@ -67,10 +67,23 @@ def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
     assert paths[2].with_name("step-000003.damaged").exists()
 
 
+def test_only_damaged_ones_name_a_remedy_that_works(run: RunDirectory) -> None:
+    (path,) = saved(run, 4)
+    (path / "checkpoint.json").write_text("{")
+    with pytest.raises(TrainingError) as caught:
+        resumed(run)
+    assert caught.value.code == "checkpoints-unreadable"
+    assert f"`so-tui resume {run.name} --start-over`" in caught.value.suggestion
+    assert resumed(run, start_over=True) == (None, [])
+    assert path.with_name("step-000004.superseded").exists()
+    change_state(run, saved_step=None)  # as the supervisor does then
+    assert resumed(run) == (None, [])
+
+
 READ = (
     "checkpoints",
-    "step-000003/checkpoint.json",
-    "step-000003/optimizer/rank_00000.json",
+    "checkpoint.json",
+    "rank_00000.json",
     "rank_00000.states",
 )
 """How the paths end that are read."""
@@ -89,7 +102,7 @@ def take_away(patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> No
 
         return refuse
 
-    for function in ("open", "scandir"):
+    for function in ("open", "listdir"):
         patch.setattr(os, function, refusing(getattr(os, function)))
 
 
@@ -110,6 +123,23 @@ def test_a_checkpoint_unreadable_for_long_ends_the_run(
         with coded(TrainingError, "checkpoint-read-failed"):
             resumed(run)
     assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize(
+    "part", [".", "checkpoint.json", "optimizer", "optimizer/rank_00000.states"]
+)
+def test_only_ones_own_checkpoint_is_resumed(run: RunDirectory, part: str) -> None:
+    """Else whoever can write it decides what is trained."""
+    *_, newest = saved(run, 1, 2)
+    (newest / part).chmod((newest / part).stat().st_mode | 0o002)
+    with coded(TrainingError, "checkpoint-not-own", f"{newest}"):
+        resumed(run)
+    if os.geteuid() == 0:
+        (newest / part).chmod(0o700)
+        os.chown(newest / part, 61_000, 61_000)
+        with coded(TrainingError, "checkpoint-not-own", "other-owner"):
+            resumed(run)
+    assert newest.exists(), "it is neither damaged nor moved"
 
 
 def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:

@@ -43,6 +43,7 @@ from so_tui_trainer.checkpoint_folder import (
     claim,
     newest,
     optimizer_folder,
+    own_checkpoint,
     set_all_aside,
     set_aside,
 )
@@ -241,9 +242,9 @@ def _load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Ro
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
-    with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
-        rounded = superoffload.load_state(engine, optimizer_folder(checkpoint))
-        path = _random_file(checkpoint, ranks.rank)
+    with _all_ranks(ranks, f"{checkpoint} could not be loaded"), own_checkpoint(checkpoint) as at:
+        rounded = superoffload.load_state(engine, optimizer_folder(at))
+        path = _random_file(at, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
             _restore_random_state(
                 msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState)
@@ -407,11 +408,11 @@ def newest_to_resume(
     if start_over:
         set_all_aside(folder, run_id(run))
         return None
-    found = newest(folder, run_id(run))
+    found = newest(folder, run_id(run), run.name, own=True)
     saved = read_state(run)
     if found is None:
         if (missing := missing_checkpoints(run, spec, saved)) is not None:
-            raise TrainingError(missing.code, missing.message)
+            raise TrainingError(missing.code, missing.message, missing.remedy)
         return None
     for damage in found.damaged:
         _set_aside(damage, found, warn)

@@ -19,8 +19,8 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
@@ -37,9 +37,17 @@ from so_tui.runs.directory import (
     step_of,
 )
 from so_tui.spec import RunSpec
+from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import UnfitFileError, distrust_of_folder, read_bounded
-from so_tui.trust.text import brief_message
+from so_tui.trust.files import (
+    Distrust,
+    NotOwnError,
+    UnfitFileError,
+    distrust_of_folder,
+    read_bounded,
+)
+from so_tui.trust.folders import is_shared, make_run_folder, open_named
+from so_tui.trust.text import brief_message, so_tui_command
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 from superoffload import OffloadError
@@ -162,7 +170,7 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
             cause = error if isinstance(error, OSError) else error.__cause__
             if (
                 not isinstance(cause, OSError)
-                or isinstance(cause, UnfitFileError)
+                or isinstance(cause, UnfitFileError | NotOwnError)
                 or cause.errno in _SAYS_WHAT_IS_THERE
             ):
                 raise  # Reading did not fail: what was read is wrong.
@@ -171,8 +179,8 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
                     "checkpoint-read-failed",
                     f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
                     "It is left as it is",
-                    "Resume when its file system answers. Should that be never, move it away, and "
-                    "an older checkpoint is used.",
+                    "Resume when its file system answers. Should that be never, move it away: an "
+                    "older checkpoint is used then, or `--start-over` trains from step 0 again.",
                 ) from error
         time.sleep(pause_s)
 
@@ -250,13 +258,13 @@ def claim(run: RunDirectory, spec: RunSpec) -> Path:
         return folder
     if spec.checkpoint.folder:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    # Marked before it has its name, so that no other run ever finds it unmarked. The umask decides
-    # whether the group keeps its rights.
+    # Marked before it has its name, so that no other run ever finds it unmarked.
     unnamed = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}")
-    unnamed.mkdir(mode=0o750)
+    make_run_folder(unnamed, shared=is_shared(run.path))
     try:
         if run.manifest_path.exists():
-            shutil.copyfile(run.manifest_path, unnamed / _MARK)
+            mark = read_bounded(run.manifest_path, _SMALL_BYTES)
+            write_atomic(unnamed / _MARK, mark, mode=0o666)
         unnamed.rename(folder)
     except OSError:
         shutil.rmtree(unnamed, ignore_errors=True)
@@ -271,7 +279,7 @@ def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
     the run's, marked or not.
     """
     own = folder == run.checkpoints_dir
-    if not own and (distrust := distrust_of_folder(folder)) is not None:
+    if (distrust := distrust_of_folder(folder)) is not None:
         raise _taken(folder, f"is not a folder that only you can write ({distrust})")
     try:
         owner = run_id(RunDirectory(folder))
@@ -285,29 +293,62 @@ def _taken(folder: Path, why: str) -> TrainingError:
     return TrainingError(
         "checkpoint-folder-taken",
         f"checkpoint.folder: {folder} {why}",
-        "Set `checkpoint.folder` to another folder, or move that one away.",
+        "Move it away, or start a new run with another `checkpoint.folder`.",
     )
 
 
-def newest(folder: Path, run: str = "") -> Found | None:
+@contextmanager
+def own_checkpoint(checkpoint: Path) -> Iterator[Path]:
+    """Yield a path that leads to a checkpoint of this user in this process, whatever gets its name
+    meanwhile. A link in it is damage, which those find who read it.
+
+    Raises:
+        TrainingError: Another user owns a part of it, or can write it (``checkpoint-not-own``).
+        OSError: It cannot be opened.
+    """
+    with open_named(checkpoint) as folder:
+        for part in folder.foreign():
+            if part.distrust is not Distrust.WRONG_KIND:
+                raise TrainingError(
+                    "checkpoint-not-own",
+                    str(part),
+                    "Check what is in it, then take the right to write from others "
+                    "(`chmod -R go-w`), or move it away.",
+                )
+        try:
+            yield folder.at
+        except OffloadError as error:
+            error.args = (str(error).replace(str(folder.at), str(checkpoint)),)
+            raise
+
+
+def newest(folder: Path, run: str = "", name: str = "RUN", *, own: bool = False) -> Found | None:
     """Return the newest readable checkpoint of a run; None if it has no checkpoint at all.
 
     Args:
         folder: The folder of its checkpoints.
         run: Its identity; empty for a run of an older version.
+        name: What it is called, for messages.
+        own: Refuse a checkpoint that is not this user's own.
 
     Raises:
-        TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), or
-            their file system does not let one be read (``checkpoint-read-failed``). Starting anew,
-            or from an older one, would lose training.
+        TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), one
+            is not this user's own (``checkpoint-not-own``), or their file system does not let one
+            be read (``checkpoint-read-failed``). Starting anew, or from an older one, would lose
+            training.
     """
     damaged: list[Damage] = []
+
+    def verify(path: Path) -> Manifest:
+        with own_checkpoint(path) if own else nullcontext(path) as at:
+            return _verify(at)
+
     for path in reversed(_read_with_retries(listed_checkpoints, folder)):
         try:
-            manifest = _read_with_retries(_verify, path)
+            manifest = _read_with_retries(verify, path)
         except (OSError, msgspec.DecodeError, OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
-                return newest(folder, run)
+                return newest(folder, run, name, own=own)
             damaged.append(
                 Damage(
                     path,
@@ -328,7 +369,8 @@ def newest(folder: Path, run: str = "") -> Found | None:
         raise TrainingError(
             "checkpoints-unreadable",
             f"none of the checkpoints in {folder} can be used ({reasons})",
-            "Another version of so-tui may have written them. Move them elsewhere to start anew.",
+            "Another version of so-tui may have written them, and can read them. Otherwise "
+            f"`{so_tui_command('resume', name, '--start-over')}` trains from step 0 again",
         )
     return None
 
@@ -455,7 +497,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         if path.is_file()
     }
     checksums = {
-        name: zlib.crc32((partial / name).read_bytes())
+        name: zlib.crc32(read_bounded(partial / name, _SMALL_BYTES))
         for name, size in written.items()
         if size <= _SMALL_BYTES
     }

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from so_tui.plan.plan import Launch
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.trust.decoding import read_json
+from so_tui.runs.directory import LAUNCH_VARIABLE, own_launch
+from so_tui.trust.decoding import decode_json
 from so_tui_trainer import binding
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.recorder import Recorder
@@ -54,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     binding.die_with_parent()
     run = RunDirectory(Path(given.run).resolve())
-    launch = read_json(run.launch_path(given.attempt, given.node), Launch)
+    # The folder may have been exchanged since its supervisor read it: nothing else of it is used
+    # before this.
+    digest = os.environ.get(LAUNCH_VARIABLE, "")
+    launch = decode_json(own_launch(run, given.attempt, given.node, digest), Launch)
     mine = binding.of_rank(launch.plan.binding, int(os.environ["RANK"]))
     report = binding.bind(mine)
     if not mine.adam_cpus:

@@ -39,6 +39,7 @@ from so_tui_trainer.model.weights import (
     trained_shapes,
     untrained,
 )
+from so_tui_trainer.remote_code import refuse_without_consent
 
 if TYPE_CHECKING:
     from transformers import (
@@ -135,8 +136,7 @@ def export(
         checkpoint: The checkpoint's folder.
         folder: Where to write.
         run_name: The run's name, for the marker.
-        spec: The run's own spec. It alone says which model this is and whether the model's code may
-            run: a checkpoint is data.
+        spec: The run's own spec. It alone says which model this is: a checkpoint is data.
         stage: Is told how far it is.
         shared: Whether the group may read it, without ``SO_TUI_SHARE``, too.
 
@@ -164,7 +164,7 @@ def export(
     with without_links(spec.model) as given:
         config, tokenizer = load_config(given), load_tokenizer(given)
         generation = _generation_config(given, config, tokenizer)
-    model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
+    model: Any = meta_model(config)
     shapes = trained_shapes(model)
     stage.read(shapes)
     refuse_without_room(folder, stage.total_bytes)
@@ -354,10 +354,10 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
 
     config = load_config(spec.model)
     with no_init_weights():
-        causal = constructed(config, trust_remote_code=spec.model.trust_remote_code)
+        causal = constructed(config)
     # left out with the initialisation; without it a tied head would be a parameter of its own
     causal.tie_weights()
-    meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
+    meta = meta_model(config)
     tensors = weights(checkpoint, trained_shapes(causal)) | untrained(meta, spec.model)
     causal.load_state_dict(tensors, strict=False, assign=True)
     causal.tie_weights()
@@ -369,29 +369,29 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     code. So can kernels that it names.
 
     Args:
-        folder: The folder.
-        model: Whether the model's own code may run.
+        folder: The folder with the weights.
+        model: The model whose code runs if it is allowed; without, all is read from the folder.
 
     Raises:
         InputError: There is no model in it that can be read (``model-unreadable``).
     """
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
+    given = model if model.trust_remote_code else replace(model, id=str(folder))
     try:
-        stored_config(replace(model, id=str(folder)))
-        causal: PreTrainedModel = factory.from_pretrained(
+        # Loaded by its class, a model runs nothing that the folder holds by now.
+        meta: Any = meta_model(stored_config(given))
+        causal: PreTrainedModel = type(meta).from_pretrained(
             folder,
+            config=meta.config,
             dtype=torch.bfloat16,
             attn_implementation=DEFAULT_ATTENTION,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=model.trust_remote_code,
         )
     except InputError:
         raise
     # A damaged folder raises whatever it leads to, also errors of other packages.
     except Exception as error:
+        refuse_without_consent(given, error)
         raise reject(
             "model-unreadable",
             "model",

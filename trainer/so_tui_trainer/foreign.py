@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -61,7 +61,7 @@ def without_links(model: ModelSpec) -> Iterator[ModelSpec]:
             if folder is None:
                 continue
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="so-tui-model-")))
-            _copy(folder, copy, f"model.{field}")
+            copy_files(folder, _small_files(folder), copy, f"model.{field}")
             model = replace(model, **{field: str(copy)})
         yield model
 
@@ -73,8 +73,8 @@ def _folder(source: str, revision: str, field: str) -> Path | None:
     folder = Path(source).expanduser()
     if folder.is_dir():
         folder = folder.resolve()
-        return None if _is_own(folder) else folder
-    if _is_own(Path(constants.HF_HUB_CACHE)) or source.startswith(("/", ".", "~")):
+        return None if is_own(folder) else folder
+    if is_own(Path(constants.HF_HUB_CACHE)) or source.startswith(("/", ".", "~")):
         return None
     try:
         return Path(
@@ -96,7 +96,7 @@ def _folder(source: str, revision: str, field: str) -> Path | None:
         ) from error
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
     """Return whether only this user and root can change what a folder has."""
     try:
         with open_folder(path) as folder:
@@ -108,31 +108,46 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def _copy(source: Path, to: Path, field: str) -> None:
-    """Copy what configurations and tokenizers are read from."""
+def _small_files(source: Path) -> Iterator[str]:
+    """Yield the names of the files that configurations and tokenizers are read from."""
+    for at, _, names in os.walk(source):
+        for name in sorted(names):
+            if any(fnmatch(name, pattern) for pattern in _SMALL):
+                yield os.path.relpath(Path(at) / name, source)
+
+
+def copy_files(source: Path, names: Iterable[str], to: Path, field: str) -> None:
+    """Copy files of a folder that others can write.
+
+    Args:
+        source: The folder, without links in its path.
+        names: Paths of the files below it.
+        to: The folder for the copies.
+        field: What names the folder.
+
+    Raises:
+        InputError: One is a link that leads out of the folder, or a file of somebody else
+            (``file-not-of-folder``).
+    """
     # The hub's cache has the content of a snapshot's files elsewhere in the repository's folder.
     root = source.parents[1] if source.parent.name == "snapshots" else source
     with open_folder(root) as folder:
-        for at, _, names in os.walk(source):
-            for path in (Path(at) / name for name in sorted(names)):
-                if not any(fnmatch(path.name, pattern) for pattern in _SMALL):
-                    continue
-                target = to / path.relative_to(source)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    descriptor = open_within(folder, str(path.relative_to(root)))
-                except (OSError, ValueError) as error:
-                    raise reject(
-                        "file-not-of-folder",
-                        field,
-                        str(path),
-                        "is no file of its folder, which others can write: a link that leads out "
-                        "of it, or a file that is elsewhere, too",
-                        "Copy the folder to one of your own, look at what is in it, and name the "
-                        "copy.",
-                    ) from error
-                with os.fdopen(descriptor, "rb") as file, target.open("wb") as copy:
-                    shutil.copyfileobj(file, copy)
+        for name in names:
+            target = to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = open_within(folder, str((source / name).relative_to(root)))
+            except (OSError, ValueError) as error:
+                raise reject(
+                    "file-not-of-folder",
+                    field,
+                    str(source / name),
+                    "is no file of its folder, which others can write: a link that leads out of "
+                    "it, or a file that is elsewhere, too",
+                    "Copy the folder to one of your own, look at what is in it, and name the copy.",
+                ) from error
+            with os.fdopen(descriptor, "rb") as file, target.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
 
 
 def open_within(folder: Folder, name: str) -> int:

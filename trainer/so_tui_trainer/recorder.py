@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.directory import write_run_file
 from so_tui.runs.records import (
     EndRecord,
     EvaluationRecord,
@@ -28,6 +29,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import RunSpec, spec_tree
+from so_tui.trust.files import read_bounded
 
 # Write TensorBoard's event files without TensorBoard: length-prefixed, checksummed protocol
 # buffers.
@@ -220,10 +222,10 @@ def _log_to_wandb(run: RunDirectory, spec: RunSpec, records: Iterator[MetricReco
 
     path = run.path / "wandb.id"
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
+        write_run_file(run, path, uuid.uuid4().hex[:12].encode())
     session: Any = wandb.init(
         project=spec.tracking.project,
-        id=path.read_text().strip(),
+        id=read_bounded(path, 100).decode().strip(),
         name=run.name,
         resume="allow",
         dir=str(run.path),

@@ -27,7 +27,7 @@ from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
 from so_tui.trust.decoding import readable_json
-from so_tui.trust.folders import private_folder
+from so_tui.trust.folders import private_folder, umask_of
 from so_tui.trust.text import brief_line, brief_message, quoted
 
 # A job as Slurm's commands list it.
@@ -88,12 +88,18 @@ class _RefusedError(SlurmError):
 
 
 def submit(script: str, folder: str, environment: Environment) -> str:
-    """Submit a batch script from a folder and return the job's id.
+    """Submit a batch script and return the job's id.
+
+    Args:
+        script: Its text. Slurm reads it from a pipe: a file could be exchanged before.
+        folder: The folder in which the job works. Who may read that may read what the job writes.
+        environment: The variables of this command and of the job.
 
     Raises:
         SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.
     """
-    printed = _call(("sbatch", "--parsable", f"--chdir={folder}", script), environment)
+    command = ("sbatch", "--parsable", f"--chdir={folder}")
+    printed = _call(command, environment, script, umask_of(Path(folder)))
     last = printed.strip().rpartition("\n")[2]  # sites print greetings before it
     if (found := _SUBMITTED.fullmatch(last)) is None:
         raise SlurmError(f"sbatch did not say which job it made: {brief_line(last)}")
@@ -212,7 +218,12 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def _call(argv: Sequence[str], environment: Environment | None = None) -> str:
+def _call(
+    argv: Sequence[str],
+    environment: Environment | None = None,
+    text: str = "",
+    umask: int = -1,
+) -> str:
     given = os.environ if environment is None else environment
     env = {
         name: value
@@ -225,9 +236,10 @@ def _call(argv: Sequence[str], environment: Environment | None = None) -> str:
         done = subprocess.run(
             argv,
             env=env,
-            stdin=subprocess.DEVNULL,
+            input=text,
+            umask=umask,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             check=False,
             timeout=TIMEOUT_S,

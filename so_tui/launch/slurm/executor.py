@@ -233,17 +233,20 @@ class SlurmExecutor(Executor):
         for the attempt ``works_in``, and which Slurm has started again.
         """
         self._edit, self._job_id, self._works_in = edit, job_id, works_in
+        self.digest = ""
+        """The hash of the launch that was started last."""
 
-    def start(self, run: RunDirectory, attempt: int) -> None:
+    def start(self, run: RunDirectory, attempt: int, digest: str = "") -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued``
         before Slurm can start the job.
         """
-        launch = read_launch(run, attempt)
+        launch = read_launch(run, attempt, digest)
+        self.digest = digest
         plan = launch.plan
         name = site_name(plan.spec.slurm.site)
         site = load_site(name)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
-        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run)))
+        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run), digest))
         submission = Submission(
             cluster=cluster,
             partition=plan.spec.slurm.partition,
@@ -261,9 +264,8 @@ class SlurmExecutor(Executor):
             queued = queued_state(before)
             write_state(run, queued)
         try:
-            job_id = self._job_id or client.submit(
-                str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
-            )
+            folder = run.named(run.attempt_dir(attempt))
+            job_id = self._job_id or client.submit(script, str(folder), os.environ)
         except BaseException as error:
             if (
                 read_state(run) == queued

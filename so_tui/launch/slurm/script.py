@@ -36,11 +36,12 @@ from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
 from so_tui.plan.plan import Plan
+from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
-from so_tui.trust.decoding import decode_toml
-from so_tui.trust.files import NotOwnError, read_own
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_toml
+from so_tui.trust.files import NotOwnError, read_bounded, read_own
 from so_tui.trust.folders import private_folder
 from so_tui.units import duration
 
@@ -264,7 +265,7 @@ def load_site(name: str) -> Site:
             f"Choose one of {', '.join(_site_names())}, or write {own}.",
         )
     try:
-        content = read_own(path) if path == own else path.read_bytes()
+        content = read_own(path) if path == own else read_bounded(path, LARGEST_FILE_BYTES)
         return msgspec.convert(decode_toml(content), Site)
     except NotOwnError as error:
         raise _invalid(
@@ -325,7 +326,7 @@ _EARLY_S = 60
 _MARGIN = 2.0
 _STEP_S = 60
 """For the step in progress, which is finished first."""
-_RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
+_RUN = re.compile(rf"^so_tui_run=(.*)$(?:\nexport {LAUNCH_VARIABLE}=.*$)?", re.MULTILINE)
 _QUOTES = "'\""
 _SET_HERE = """
     --array --chdir --clusters --error --export --export-file --get-user-env --input --job-name
@@ -351,7 +352,12 @@ def _warning_s(plan: Plan, site: Site, checkpoint_s: float | None) -> int:
 
 
 def batch_script(
-    plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None = None
+    plan: Plan,
+    site: Site,
+    run: Path,
+    attempt: int,
+    checkpoint_s: float | None = None,
+    digest: str = "",
 ) -> str:
     """Return the batch script of an attempt.
 
@@ -361,6 +367,7 @@ def batch_script(
         run: The run directory.
         attempt: The attempt's number.
         checkpoint_s: What the run's slowest checkpoint took; None before the first.
+        digest: The hash of the attempt's launch; empty before it is written.
 
     Raises:
         InputError: With the codes of this module.
@@ -391,6 +398,7 @@ def batch_script(
             *_architecture_check(site.architecture, site.interpreter),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
             f"so_tui_run={shlex.quote(str(run))}",
+            *([f"export {LAUNCH_VARIABLE}={digest}"] if digest else ()),
             f"exec {shlex.join(interpreter)} {supervise}",
             "",
         )

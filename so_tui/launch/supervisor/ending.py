@@ -57,6 +57,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The processes disappeared while no supervisor was running."""
     oom_kills: int = 0
     """Processes that the kernel killed for lack of memory during the attempt."""
+    exchanged: bool = False
+    """Another folder has the name of the run directory."""
     missing_network: str = ""
     """The network that the site expects between nodes, where NCCL uses TCP sockets instead."""
     disk_full: bool = False
@@ -116,6 +118,8 @@ def conclude(evidence: Evidence) -> Outcome:
             reported=end.reason,
             advice=end.suggestion,
         )
+    if evidence.exchanged:
+        return Outcome(code=OutcomeCode.FOLDER_EXCHANGED)
     if evidence.missing_network:
         return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
@@ -257,6 +261,10 @@ class _OutcomeText(NamedTuple):
     suggestion: str
 
 
+_SAVED_IN_VAIN = ("checkpoints-unreadable", "checkpoint-missing")
+"""Codes of attempts that could not continue from any step."""
+
+
 def outcome_text(
     outcome: Outcome, name: str, saved_step: int | None = None, advice: str = ""
 ) -> _OutcomeText:
@@ -281,7 +289,10 @@ def outcome_text(
         if saved_step is None
         else f"{command} continues from step {thousands(saved_step)}"
     )
-    return _OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
+    if outcome.code in _SAVED_IN_VAIN:  # the trainer says how to go on
+        again = ""
+    parts = (part.rstrip(".") for part in (advice, again) if part)
+    return _OutcomeText(_reason(outcome), ". ".join(parts))
 
 
 def _reason(outcome: Outcome) -> str:

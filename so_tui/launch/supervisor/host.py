@@ -27,7 +27,6 @@ from so_tui.launch.supervisor.host_check import chosen_gpus, refuse_different_ho
 from so_tui.launch.supervisor.processes import (
     Loss,
     ProcessTree,
-    known_id,
     markers,
     reap_orphans,
 )
@@ -37,7 +36,7 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Binding, Launch, Plan
-from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
+from so_tui.runs.directory import RunDirectory, known_id, write_run_file, write_run_json
 from so_tui.runs.liveness import this_host
 from so_tui.runs.lock import RunLock
 from so_tui.runs.reader import LogReader, trim_log
@@ -239,6 +238,7 @@ class Host:
         run: RunDirectory,
         attempt: int,
         launch: Launch,
+        digest: str,
         nodes: Nodes,
         lock: RunLock | None = None,
     ) -> None:
@@ -248,6 +248,7 @@ class Host:
             run: The run.
             attempt: The attempt.
             launch: What was prepared for this host.
+            digest: Its hash, if it is to be started.
             nodes: This host among those of the run.
             lock: The run's, if this host's supervisor holds it.
         """
@@ -256,6 +257,7 @@ class Host:
         self._run_lock = lock
         self.name = this_host().name
         self.launch = launch
+        self._digest = digest
         self._nodes = nodes
         self._rendezvous: Path | None = None
         self._locks: tuple[host_check.Lock, ...] = ()
@@ -308,7 +310,7 @@ class Host:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    cwd=self._run.path,
+                    cwd=self._run.at,
                     pass_fds=[lock.descriptor for lock in self._locks],
                     process_group=0,
                 )
@@ -326,13 +328,14 @@ class Host:
             write_run_file(self._run, listed, hostfile(self._nodes, self.launch.plan).encode())
             meeting, others = (
                 self._nodes.init_method,
-                node_values(self._nodes, self.launch.plan, str(listed)),
+                node_values(self._nodes, self.launch.plan, str(self._run.named(listed))),
             )
         return self.launch.resolved(
             {
                 **others,
                 Placeholder.RUN: str(self._run.path),
                 Placeholder.RUN_ID: known_id(self._run),
+                Placeholder.LAUNCH: self._digest,
                 Placeholder.ATTEMPT: str(self._attempt),
                 Placeholder.RENDEZVOUS: meeting,
             }

@@ -160,10 +160,12 @@ def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Out
 class NodeSupervisor:
     """Watches one attempt on another node than the first."""
 
-    def __init__(self, run: RunDirectory, attempt: int, launch: Launch, nodes: Nodes) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, launch: Launch, digest: str, nodes: Nodes
+    ) -> None:
         self._run = run
         self._attempt = attempt
-        self._host = Host(run, attempt, launch, nodes)
+        self._host = Host(run, attempt, launch, digest, nodes)
         self._path = run.node_path(attempt, nodes.node)
         supervisor = identify(os.getpid(), "supervisor")
         self._state = NodeState(host=self._host.name, supervisor=supervisor)

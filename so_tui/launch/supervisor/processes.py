@@ -19,26 +19,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import psutil
 
 from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.command import MARKER as ALERT_MARKER
-from so_tui.runs.directory import RunDirectory, run_id
+from so_tui.runs.directory import RunDirectory, known_id
 from so_tui.runs.liveness import Stat, alive, read_stat
 from so_tui.runs.records import ForeignProcess, ForeignProcesses, Process, Role
 
 # The entries in the environment of a run's processes by which its supervisor recognises them.
-
-
-def known_id(run: RunDirectory) -> str:
-    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is
-    damaged.
-    """
-    try:
-        return run_id(run)
-    except (OSError, msgspec.DecodeError):
-        return ""
 
 
 def markers(

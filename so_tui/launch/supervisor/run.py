@@ -34,7 +34,7 @@ from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
+from so_tui.runs.directory import RunDirectory, deleted, exchanged, known_id, own_run
 from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
@@ -62,11 +62,7 @@ from so_tui.trust.folders import umask_of
 
 
 def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
-    """Refuse an attempt that was never made, or whose run is not this user's own.
-
-    Raises:
-        InputError, Refused: With the codes of this module and of ``so_tui.runs.directory``.
-    """
+    """Refuse an attempt that was never made. Raises InputError."""
     if attempt < 1 or distrust_of_file(run.launch_path(attempt)) is Distrust.MISSING:
         raise reject(
             "no-such-attempt",
@@ -75,7 +71,6 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
             f"{run.path} has no such attempt",
             "`so-tui resume` makes the next one.",
         )
-    refuse_unless_own(run, attempt)
 
 
 def refuse_start(run: RunDirectory, attempt: int, state: RunState) -> None:
@@ -131,12 +126,22 @@ class Supervisor:
     """Watches one attempt, on the first node of a run, and concludes what became of it."""
 
     def __init__(
-        self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE
+        self,
+        run: RunDirectory,
+        attempt: int,
+        found: RunState,
+        lock: RunLock,
+        nodes: Nodes = ALONE,
+        *,
+        digest: str | None = None,
     ) -> None:
+        """Prepare to start an attempt whose launch has this hash, or to attach to one."""
         self._run = run
+        self._known = known_id(run)
         self._attempt = attempt
-        launch = read_launch(run, attempt)
-        self._host = Host(run, attempt, launch, replace(nodes, count=launch.spec.nodes), lock)
+        launch = read_launch(run, attempt, digest)
+        nodes = replace(nodes, count=launch.spec.nodes)
+        self._host = Host(run, attempt, launch, digest or "", nodes, lock)
         self._superseded = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
         # be alive.
@@ -195,6 +200,7 @@ class Supervisor:
 
     def _tick(self) -> bool:
         host = self._host
+        self._check_directory()
         host.reap(self.announcer.command.pid)
         with host.despite_errors_of("records"):
             self._read()
@@ -203,7 +209,6 @@ class Supervisor:
             return False
         with host.despite_errors_of("control"):
             self._check_stop_request()
-        self._check_directory()
         # Processes would wait for those of another node that have failed.
         with host.despite_errors_of("nodes"):
             self._others.poll()
@@ -269,10 +274,14 @@ class Supervisor:
 
     def _check_directory(self) -> None:
         """End a run whose directory was deleted: it can be neither seen nor stopped, and would save
-        into a folder that is no run.
+        into a folder that is no run. End it at once if another folder has its name: the ranks would
+        read what is there.
         """
         now, shutdown = time.monotonic(), self._host.shutdown
-        if not deleted(self._run):
+        if exchanged(self._run, self._known):
+            self._host.signal_all(signal.SIGKILL)
+            shutdown.broken = True
+        elif not deleted(self._run):
             self._directory_seen_at = now
         elif not shutdown.broken and now - self._directory_seen_at > _DELETED_S:
             log_line(f"{self._run.path} has been deleted: ending its processes")
@@ -323,6 +332,7 @@ class Supervisor:
             failures=failures(self._run, self._attempt),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._heartbeat_at is not None,
+            exchanged=exchanged(self._run, self._known),
         )
 
     def _finish(self, outcome: Outcome) -> int:
@@ -335,7 +345,8 @@ class Supervisor:
         state = replace(state, heartbeat=state.heartbeat + 1)
         advice = _planned_advice(outcome, self._host.launch)
         self._state = ending.final_state(state, outcome, ended, advice)
-        if not deleted(self._run) and not self._superseded:
+        moved = outcome.code == OutcomeCode.FOLDER_EXCHANGED
+        if (moved or not deleted(self._run)) and not self._superseded:
             new: Alerts = ()
             with self._host.despite_errors_of("alerts"):
                 new = self.announcer.end(self._state)
@@ -400,6 +411,7 @@ def _last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> flo
 def supervise(
     run: RunDirectory,
     attempt: int,
+    digest: str,
     nodes: Nodes = ALONE,
     ended: Callable[[], None] = lambda: None,
 ) -> int:
@@ -412,6 +424,7 @@ def supervise(
     Args:
         run: A run of this user.
         attempt: The number of the attempt.
+        digest: The hash of its launch, as whoever prepared it told; not compared for attaching.
         nodes: The nodes of the run, of which this is the first.
         ended: Called once the run is free, before those commands are waited for.
 
@@ -419,22 +432,26 @@ def supervise(
         InputError, Refused: This may not be done here (see ``admission``).
         OSError: The run directory cannot be written.
     """
-    refuse_unknown_attempt(run, attempt)
-    os.umask(umask_of(run.path))
-    assume_dead = read_state(run).attempt < attempt and read_launch(run, attempt).assume_dead
-    with contextlib.ExitStack() as last:
+    with own_run(run) as own, contextlib.ExitStack() as last:
+        run = own
+        refuse_unknown_attempt(run, attempt)
+        os.umask(umask_of(run.at))
+        starts = read_state(run).attempt < attempt
+        assume_dead = starts and read_launch(run, attempt, digest).assume_dead
         with run_lock(run, assume_dead=assume_dead) as lock:
             if lock is None:
                 return 0
             state = read_state(run)
             if state.attempt == attempt and state.state in FINAL_STATES:
                 return state.exit_code or 0
-            if state.attempt == attempt:
+            attaches = state.attempt == attempt
+            if attaches:
                 _refuse_attaching(run, attempt, state)
             else:
                 refuse_start(run, attempt, state)
                 state = _concluded(run, state, assume_dead=assume_dead)
-            supervisor = Supervisor(run, attempt, state, lock, nodes)
+            compared = None if attaches else digest
+            supervisor = Supervisor(run, attempt, state, lock, nodes, digest=compared)
             last.callback(supervisor.announcer.finish)  # also where the lock cannot be given back
             become_subreaper()
             code = supervisor.watch()

@@ -328,7 +328,9 @@ class PresetsScreen(FiltersTable):
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
-            ignored, others = "✗ one of your presets was ignored: ", len(catalog.problems) - 1
+            kept = catalog.problems[0].code == "trust-not-own"
+            ignored = "! " if kept else "✗ one of your presets was ignored: "
+            others = len(catalog.problems) - 1
             more = f"   and {plural(others, 'more problem')}" if others else ""
             problems.update(
                 Content.assemble((ignored, "$error"), str(catalog.problems[0]), (more, "$faint"))

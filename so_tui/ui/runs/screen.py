@@ -21,6 +21,7 @@ from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
 from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, command_key
+from so_tui.units import thousands
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and its "
@@ -205,6 +206,8 @@ class RunsScreen(FiltersTable, ResizablePage):
         wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
         rows = [row for row in ordered(runs, self._curves, order) if wanted in row.searched]
+        unread = self.app.unread_runs
+        self.table.border_title = f"runs, {thousands(unread)} more to be read" if unread else "runs"
         listed = {row.run for row in runs}
         self._marked = [run for run in self._marked if run in listed]
         self.query_one("#empty").display = not runs

@@ -92,7 +92,7 @@ def test_groups_of_nodes_add_up_to_partitions() -> None:
 
 
 def submitted() -> str:
-    return submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})
+    return submit("#!/bin/sh\n", "/", {**os.environ, "TOKEN": "secret"})
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -165,6 +165,19 @@ def test_job_number_below_a_sites_words(printed: str, number: str | None, instal
     install("sbatch", f"echo '{printed}'")
     with contextlib.nullcontext() if number else pytest.raises(SlurmError):
         assert submitted() == number
+
+
+def test_a_script_is_handed_over_and_not_named(install: Install, tmp_path: Path) -> None:
+    """A file could be exchanged before Slurm reads it.."""
+    install(
+        "sbatch",
+        f"cat > {tmp_path}/read; umask > {tmp_path}/umask; echo $* > {tmp_path}/given; echo 7",
+    )
+    tmp_path.chmod(0o750)
+    assert submit("#!/bin/sh\n# \u00e9\n", str(tmp_path), os.environ) == "7"
+    assert (tmp_path / "given").read_text() == f"--parsable --chdir={tmp_path}\n"
+    assert (tmp_path / "read").read_text() == "#!/bin/sh\n# \u00e9\n"
+    assert (tmp_path / "umask").read_text() == "0027\n"
 
 
 def test_unexecutable_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.in_job import _attempt_of_restart, _goes_on, _put_back, _told_attempt
-from so_tui.launch.launch import prepare
+from so_tui.launch.launch import prepare, read_launch
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError
@@ -20,7 +20,7 @@ from so_tui.launch.slurm.executor import _write_submission, read_submission
 from so_tui.launch.supervisor.ending import queued_state, request_stop
 from so_tui.launch.supervisor.run import refuse_start
 from so_tui.machine import inspect_machine
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory, read_spec, read_state, write_state
 from so_tui.runs.records import OutcomeCode, RunState
 from tests.support.launching import tiny
 from tests.support.problems import raising, rejected
@@ -49,7 +49,7 @@ def says_pending(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
     monkeypatch.setattr(client, "own_jobs", lambda: jobs)
 
 
-def told_soon(run: RunDirectory, number: int) -> Future[int]:
+def told_soon(run: RunDirectory, number: int) -> Future[tuple[int, str | None]]:
     """Wait in a thread for what another node is told."""
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(_told_attempt, run, 1, number)
@@ -65,7 +65,9 @@ def is_not_continued(run: RunDirectory) -> None:
 
 def test_the_job_makes_the_next_attempt(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(run.state_path, (1.0, 1.0))
-    assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
+    attempt, digest = _attempt_of_restart(run, 1, MACHINE, 1)
+    assert attempt == 2
+    assert read_launch(run, 2, digest).spec == read_spec(run)
     state = read_state(run)
     assert state.state == "queued"
     refuse_start(run, 2, state)
@@ -84,8 +86,9 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
         os.utime(run.state_path, (1.0, 1.0))
         made.append(_attempt_of_restart(run, 1, MACHINE, start_number))
         assert waiting.result(10) == made[-1]
-        trains(run, made[-1])
-    assert made == [2, 3]
+        trains(run, made[-1][0])
+    assert [attempt for attempt, _ in made] == [2, 3]
+    assert all(digest for _, digest in made)
     change_state(run, state="finished", code=OutcomeCode.FINISHED)
     waiting = told_soon(run, 3)
     for end in (partial(_attempt_of_restart, run, 1, MACHINE, 3), partial(waiting.result, 10)):
@@ -102,7 +105,7 @@ def test_silent_first_node_is_refused(run: RunDirectory, monkeypatch: pytest.Mon
 
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     change_state(run, state="queued", attempt=0, host="")
-    assert _attempt_of_restart(run, 1, MACHINE, 1) == 1
+    assert _attempt_of_restart(run, 1, MACHINE, 1) == (1, None)
     assert run.attempts() == (1,)
 
 
@@ -126,7 +129,7 @@ def test_a_run_that_a_person_stopped_does_not_continue(
         request_stop(run, **how)
     change_state(run, state=state, code=code)
     if continues:
-        assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
+        assert _attempt_of_restart(run, 1, MACHINE, 1)[0] == 2
     else:
         is_not_continued(run)
 

@@ -135,6 +135,11 @@ def test_a_folder_whose_name_slurm_would_change_is_refused(folder: str) -> None:
 def test_a_script_that_was_kept_is_submitted_for_another_run() -> None:
     kept = script(run="/runs/one").replace("--nodes=1", "--nodes=1 --hold") + "# mine\n"
     generated = script(run="/runs/two &")
+    hashed = generated.replace("two &'\n", "two &'\nexport SO_TUI_LAUNCH=22\n")
+    for earlier in (kept, kept.replace("/one\n", "/one\nexport SO_TUI_LAUNCH=11\n")):
+        moved = for_run(earlier, hashed)
+        assert "so_tui_run='/runs/two &'\nexport SO_TUI_LAUNCH=22\nexec " in moved
+        assert "SO_TUI_LAUNCH=11" not in moved
     named = kept.replace("--job-name=one", "--job-name=mine")
     assert for_run(kept, generated) == kept.replace(
         "so_tui_run=/runs/one", "so_tui_run='/runs/two &'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -25,7 +26,7 @@ from msgspec.structs import astuple, replace
 from so_tui.spec import DataSpec, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
-from so_tui.trust.files import NotOwnError
+from so_tui.trust.files import NotOwnError, open_descriptor
 from so_tui.trust.folders import open_named
 from so_tui.units import significant, thousands
 from so_tui_trainer.foreign import unwritable
@@ -367,7 +368,7 @@ def _info(folder: Path) -> _Info:
 
 def _checksum(path: Path) -> tuple[int, int]:
     size = crc = 0
-    with path.open("rb") as file:
+    with os.fdopen(open_descriptor(path), "rb") as file:
         while block := file.read(_BLOCK_BYTES):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc

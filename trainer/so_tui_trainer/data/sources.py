@@ -24,8 +24,10 @@ import fsspec
 import numpy as np
 
 from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
-from so_tui.spec.check import exists
+from so_tui.spec.check import exists, write_atomic
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import LARGEST_FILE_BYTES
+from so_tui.trust.files import open_descriptor, read_bounded
 from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
@@ -111,7 +113,10 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         if kind == "parquet":
             _check_parquet(path, name)
         elif kind is not None:
-            with path.open("rb") as stored, _content(path, stored) as file:
+            with (
+                os.fdopen(open_descriptor(path), "rb") as stored,
+                _content(path, stored) as file,
+            ):
                 _check_rows(file, name, is_table=kind == "csv")
                 if file is not stored:
                     _check_expansion(file, stored, name)
@@ -481,14 +486,9 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
             columns = _json_columns(chain.from_iterable(config.data_files.values()), source)
             if isinstance(error, ValueError):  # no row is wrong, and other columns would not help
                 raise
-            partial = columns_file.with_suffix(
-                f".{os.getpid()}"
-            )  # another run may be writing the same file
-            partial.write_text(json.dumps(columns))
-            partial.replace(columns_file)
-    features = datasets.Features(
-        {name: datasets.Json() for name in json.loads(columns_file.read_text())}
-    )
+            write_atomic(columns_file, json.dumps(columns).encode())
+    names = json.loads(read_bounded(columns_file, LARGEST_FILE_BYTES))
+    features = datasets.Features({name: datasets.Json() for name in names})
     return _read_verbatim(source, *what, **options, features=features)
 
 

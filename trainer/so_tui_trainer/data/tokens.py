@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry
+from so_tui_trainer.remote_code import loadable, refuse_without_consent
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -59,15 +60,14 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = resolve_source(model.tokenizer or model.id)
-    field, revision = (
-        ("model.tokenizer", "main") if model.tokenizer else ("model.id", model.revision)
+    field: Literal["model.id", "model.tokenizer"] = (
+        "model.tokenizer" if model.tokenizer else "model.id"
     )
     try:
         with limited(f"the tokenizer of {name}", _files_bytes(name)):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=model.trust_remote_code
-            )
+            tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
     except (OSError, ValueError) as error:
+        refuse_without_consent(model, error)
         reason = first_line(error)
         remedy = (
             "Check the name and the network, log in with `hf auth login` if it is gated, or "
@@ -90,6 +90,8 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
             f"no tokenizer ({reason})",
             remedy,
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # a damaged file raises whatever it leads to
         raise reject(
             "tokenizer-unreadable",

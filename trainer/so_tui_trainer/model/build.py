@@ -192,7 +192,7 @@ def _causal(
             f"is a {config.model_type}, which transformers has no causal language model for",
             "Choose a causal language model.",
         )
-    meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
+    meta = meta_model(config)
     needs = attention.needs_of(meta, deterministic=run.train.deterministic)
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     index, found = {}, None
@@ -200,9 +200,7 @@ def _causal(
         index = read_index(weights_folder(spec))
         found = weights.match_weights(meta, index)
         weights.refuse_mismatch(found, spec)
-    causal = weights.empty_model(
-        config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
-    )
+    causal = weights.empty_model(config, meta, implementation, ds_config)
     if found is not None:
         weights.load(causal, meta, found, index, on_files)
     else:

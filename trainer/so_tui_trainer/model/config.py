@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
 from so_tui_trainer.hub import model_problem
+from so_tui_trainer.remote_code import loadable, refuse_without_consent, without_hub_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -135,16 +136,14 @@ def _refuse_deep(values: Mapping[str, Any], model: ModelSpec) -> None:
 
 
 def stored_config(model: ModelSpec) -> PretrainedConfig:
-    """Read the config.json of a hub id or a folder. Raises whatever transformers does, and
-    InputError for far too many layers (``model-too-deep``).
+    """Read the config.json of a hub id or a folder. Raises whatever transformers does, as
+    ``loadable``, and InputError for far too many layers (``model-too-deep``).
     """
     from transformers import AutoConfig
 
-    result: PretrainedConfig = AutoConfig.from_pretrained(
-        resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
+    result: PretrainedConfig = AutoConfig.from_pretrained(**loadable(model))
     _refuse_deep(result.to_dict(), model)
-    return result
+    return without_hub_kernels(result)
 
 
 def _given_config(model: ModelSpec) -> PretrainedConfig:
@@ -156,8 +155,6 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         if hasattr(found, "quantization_config"):
             del found.quantization_config
         return found
-    except InputError:
-        raise
     except KeyError as error:
         raise reject(
             "model-config-incomplete",
@@ -166,7 +163,10 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
             f"lacks {error}",
             "Give the model's `config.json` as `[model.config]`, with `model_type`.",
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # a damaged config.json raises whatever it leads to
+        refuse_without_consent(model, error)
         message = f"cannot be read ({first_line(error)})"
         if model.weights == "random":
             raise reject(

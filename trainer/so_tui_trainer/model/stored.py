@@ -18,6 +18,8 @@ from torch import Tensor
 
 from so_tui.spec import InputError
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import LARGEST_FILE_BYTES
+from so_tui.trust.files import open_descriptor, read_bounded
 from so_tui.units import disk_size
 
 DTYPES = {
@@ -75,7 +77,7 @@ class Stored(NamedTuple):
         """
         flat = torch.empty(stop - start, dtype=self.dtype)
         buffer = flat.view(torch.uint8).numpy().data
-        with self.path.open("rb", buffering=0) as file:
+        with os.fdopen(open_descriptor(self.path), "rb", buffering=0) as file:
             file.seek(self.start + start * self.dtype.itemsize)
             done = 0
             while done < len(buffer):
@@ -125,14 +127,14 @@ def shards(folder: Path) -> list[str]:
     if whole.is_file():
         return [whole.name]
     if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_descriptor(path), "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > size:
                 raise ValueError("its header is truncated")
@@ -180,6 +182,8 @@ def _problem(code: str, path: Path, message: str) -> InputError:
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three bits; the fourth is the sign."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_INDEX_BYTES = 256 << 20
+"""Limit of a folder's index. That of a thousand layers of experts has some 50 MB."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_ALIGNMENT = 64
 
@@ -342,7 +346,7 @@ def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _O
             and not path.name.endswith(".index.json")
         ):
             shutil.copyfile(path, partial / path.name)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads(read_bounded(source / "config.json", LARGEST_FILE_BYTES))
     config.pop("quantization_config", None)
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     index = {

@@ -25,10 +25,13 @@ import superoffload
 from so_tui.folders import cache_home
 from so_tui.spec import ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import LARGEST_FILE_BYTES
+from so_tui.trust.files import read_bounded
 from so_tui.units import plural, thousands
 from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
+from so_tui_trainer.remote_code import code_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -67,17 +70,14 @@ class _Match(NamedTuple):
     """Names with both shapes, for people."""
 
 
-def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build a causal language model on meta tensors, which take no memory."""
     with torch.device("meta"):
-        return constructed(config, trust_remote_code=trust_remote_code)
+        return constructed(config)
 
 
 def constructed(
-    config: PretrainedConfig,
-    implementation: str | None = DEFAULT_ATTENTION,
-    *,
-    trust_remote_code: bool,
+    config: PretrainedConfig, implementation: str | None = DEFAULT_ATTENTION
 ) -> PreTrainedModel:
     """Call the constructor of a causal language model in bf16."""
     from transformers import AutoModelForCausalLM
@@ -87,7 +87,7 @@ def constructed(
         config,
         dtype=torch.bfloat16,
         attn_implementation=implementation,
-        trust_remote_code=trust_remote_code,
+        **code_of(config),
     )
     return result
 
@@ -319,7 +319,10 @@ def trainable_folder(source: Path) -> Path:
     """
     try:
         quantisation: dict[str, Any] = (
-            json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+            json.loads(read_bounded(source / "config.json", LARGEST_FILE_BYTES)).get(
+                "quantization_config"
+            )
+            or {}
         )
     except (OSError, ValueError) as error:
         raise reject(
@@ -416,7 +419,7 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
     # touched, and take no memory.
     if unknown := {name for name, tensor in found.items() if tensor.isnan().all()}:
         with no_init_weights():
-            causal = constructed(meta.config, trust_remote_code=model.trust_remote_code)
+            causal = constructed(meta.config)
         found |= {name: tensor for name, tensor in causal.named_buffers() if name in unknown}
     if model.weights == "pretrained":
         index = read_index(weights_folder(model))
@@ -486,8 +489,6 @@ def empty_model(
     meta: PreTrainedModel,
     implementation: str,
     ds_config: dict[str, Any],
-    *,
-    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Build the model in bf16, sharded, with uninitialised weights and computed buffers.
 
@@ -496,12 +497,11 @@ def empty_model(
         meta: The same model on meta tensors.
         implementation: Attention implementation.
         ds_config: DeepSpeed's configuration.
-        trust_remote_code: Whether the model's own code may run.
     """
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), superoffload.shard(ds_config):
-        causal = constructed(config, implementation, trust_remote_code=trust_remote_code)
+        causal = constructed(config, implementation)
     causal.tie_weights()
     _compute_buffers(causal, meta)
     return causal

@@ -176,33 +176,25 @@ def _reported(
                 return future.result()
 
 
-def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
-    """Refuse to run a model's code because of a spec that this user did not write.
-
-    Raises:
-        InputError: ``model.trust_remote_code`` is set in the spec of another user, or in one that
-            others can write (``not-your-spec``).
-    """
-    from so_tui.trust.files import distrust_of_file
-
-    if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
-        raise reject(
-            "not-your-spec",
-            "model.trust_remote_code",
-            "true",
-            f"asks to run the model's code, but {run.spec_path} is not a file that only you can "
-            f"write ({distrust})",
-            "Copy the run, read its spec.json, and use the copy.",
-        )
-
-
 def _newest(run: RunDirectory, spec: RunSpec) -> Found:
-    from so_tui.runs.directory import checkpoints_folder, run_id
+    from so_tui.runs.directory import checkpoints_folder, missing_checkpoints, run_id
+    from so_tui.runs.state import read_state
+    from so_tui.trust.text import so_tui_command
     from so_tui_trainer.checkpoint_folder import newest
     from so_tui_trainer.failures import TrainingError
 
     try:
-        found = newest(checkpoints_folder(run, spec), run_id(run))
+        identity = run_id(run)
+    except (OSError, msgspec.DecodeError) as error:
+        raise reject(
+            "unreadable-run",
+            "run",
+            run.name,
+            f"its checkpoints cannot be told from another's: run.json cannot be read ({error})",
+            "Check that this is the folder of a run, and that its file system answers.",
+        ) from error
+    try:
+        found = newest(checkpoints_folder(run, spec), identity, run.name)
     except TrainingError as error:
         raise reject(
             error.code,
@@ -212,12 +204,15 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
             error.suggestion,
         ) from error
     if found is None:
+        if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
+            raise InputError([missing])
+        command = so_tui_command("resume", run.name, "--set", "checkpoint.at_end=true")
         raise reject(
             "checkpoint-missing",
             "run",
             run.name,
             "has no checkpoint yet",
-            "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or "
-            "`every_minutes`.",
+            "It saves one on stop, every `checkpoint.every_steps` or `every_minutes`, and at its "
+            f"end. If it has ended without: `{command}`, and more `train.steps` if it finished.",
         )
     return found

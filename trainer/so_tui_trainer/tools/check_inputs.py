@@ -103,9 +103,7 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
                 f"{spec.name}` does that beforehand"
             )
         ]
-    meta = weights.meta_model(
-        load_config(spec.model), trust_remote_code=spec.model.trust_remote_code
-    )
+    meta = weights.meta_model(load_config(spec.model))
     weights.refuse_mismatch(weights.match_weights(meta, stored.read_index(folder)), spec.model)
     return []
 

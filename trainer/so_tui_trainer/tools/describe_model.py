@@ -36,6 +36,7 @@ from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kin
 from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
+from so_tui_trainer.remote_code import code_of, refuse_without_consent
 from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -48,16 +49,10 @@ if TYPE_CHECKING:
 
 def _unreadable(model: ModelSpec, error: Exception) -> InputError:
     """Explain why transformers cannot load a config. Its errors share types, so their texts are
-    matched here, and nowhere else.
+    matched here.
     """
+    refuse_without_consent(model, error)
     text = str(error)
-    if "trust_remote_code" in text and not model.trust_remote_code:
-        return model_problem(
-            "model-needs-remote-code",
-            model,
-            "comes with its own Python code, which is not run by default",
-            "Read that code first. If you trust it, add --trust-remote-code.",
-        )
     if any(type(cause).__name__ == "GatedRepoError" for cause in causes(error)):
         return model_problem(
             "hub-access-denied",
@@ -131,7 +126,7 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         for name in ((names,) if isinstance(names, str) else names)
     }
-    own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
+    own_code = code_of(config)["trust_remote_code"] and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
     if own_code:
@@ -390,7 +385,7 @@ def describe(request: Answer) -> Iterator[Answer]:
             delattr(config, key)
     try:
         with limited(f"the shape of {asked.id}", _SHAPE_BYTES):
-            causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
+            causal = meta_model(config)
     except Exception as error:  # so does a shape that its code does not expect
         raise model_problem(
             "model-shape-invalid",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from so_tui_trainer.hub import stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, refuse_code_of_others, serve, with_newest
+from so_tui_trainer.tools.channel import Answer, serve, with_newest
 
 if TYPE_CHECKING:
     from so_tui_trainer.export import Stage
@@ -41,7 +41,6 @@ def _export_run(request: Answer) -> Iterator[Answer]:
             parents=True, exist_ok=True
         )  # But never recreate a run's own folder that somebody has deleted.
     spec = read_spec(run)
-    refuse_code_of_others(run, spec)
     stage = Stage()
     shared = not request.get("to") and is_shared(run.path)
     step, size = yield from with_newest(

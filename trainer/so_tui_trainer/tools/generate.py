@@ -36,7 +36,7 @@ from so_tui.trust.files import distrust_of_folder
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools import channel
-from so_tui_trainer.tools.channel import changed, refuse_code_of_others, with_newest
+from so_tui_trainer.tools.channel import changed, with_newest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,7 +195,6 @@ def _of_run(load: LoadModel) -> _Tuned:
 
     run = RunDirectory(Path(load.run))
     spec = read_spec(run)
-    refuse_code_of_others(run, spec)
     steps = with_newest(
         run,
         spec,
