@@ -246,7 +246,7 @@ def test_a_model_of_a_million_layers_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     for read in (
         lambda: described(folder, **shape),
-        lambda: load_config(ModelSpec(weights="random", config=shape)),
+        lambda: load_config(ModelSpec(id="x", weights="random", config=shape)),
         lambda: of_folder(folder, ModelSpec(id=str(folder))),
     ):
         assert refusal(read).code == "model-too-deep"
