@@ -11,7 +11,9 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +38,52 @@ def main(argv: Sequence[str] | None = None) -> int:
                 errors="replace"
             )  # without Unicode, a terminal or pipe gets question marks instead of a traceback
     guard_output()
+    signals = _ended_by_signals()
+    try:
+        return _main(argv)
+    except _Ended as ended:
+        # Seen by whoever waits for this process, as if nothing had been cleaned up.
+        signal.signal(ended.number, signal.SIG_DFL)
+        os.kill(os.getpid(), ended.number)
+        return 128 + ended.number  # the first process of a container ignores it
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _Ended(BaseException):
+    """A signal ends the command. Not an error, so that no ``except Exception`` stops it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
+
+
+def _ended_by_signals() -> list[signal.Signals]:
+    """Have signals that end a process end the command like an error, so that it ends its helpers
+    and removes what is unfinished. A second one ends it at once.
+
+    Returns:
+        The signals; none of those that are ignored (``nohup``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Ended(number)
+
+    found = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in found:
+        signal.signal(number, end)
+    return found
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for words
         from so_tui.commands.completion import offer_words

@@ -161,6 +161,24 @@ class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = ""
 
 
+class HelperSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What processes may take that read models and data."""
+
+    memory_gb: Annotated[
+        Annotated[float, Meta(ge=1, le=1e6)] | None,
+        Meta(
+            description=(
+                "memory of a process that reads models and data, in GB; by default 3.2, more for "
+                "weights and for further processes, and at most 90 % of what is free"
+            ),
+        ),
+    ] = None
+    row_s: Annotated[
+        float,
+        Meta(ge=1, le=1e6, description="CPU seconds for a row, a batch of small ones, or a file"),
+    ] = 20.0
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of ``settings.toml`` in the user's XDG config folder."""
 
@@ -170,6 +188,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runs: RunListSettings = RunListSettings()
     alerts: AlertSettings = AlertSettings()
     prometheus: PrometheusSettings = PrometheusSettings()
+    helpers: HelperSettings = HelperSettings()
 
 
 prepare(Settings)

@@ -17,22 +17,27 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
 from so_tui.folders import UNCACHED_COMPILERS
+from so_tui.launch.helper_limits import LONGEST_ANSWER, Lifeline, Watch, limits_of
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
 from so_tui.trust.decoding import Tree
-from so_tui.trust.text import quoted
+from so_tui.trust.text import printable, quoted
 
 _LOG = logging.getLogger(__name__)
-_STDERR_LINES = 5
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, and how long the kernel may take after that."""
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
+
+_REMEDY = "`so-tui --verbose` with the same command shows what the process wrote."
+_LARGEST_TAIL = 1 << 16
 
 Tell = Callable[[str], object]
 """Takes what is done, or was measured, in words."""
@@ -41,7 +46,18 @@ Tell = Callable[[str], object]
 class ToolError(SoTuiError):
     """A helper process could not be started, answered no JSON, ended with an error or took too
     long.
+
+    Args:
+        found: What happened, or the problem.
     """
+
+    def __init__(self, found: str | Problem) -> None:
+        self.problem = (
+            found
+            if isinstance(found, Problem)
+            else Problem("helper-failed", "so_tui_trainer.tools", "", found, _REMEDY)
+        )
+        super().__init__(str(found).strip())
 
 
 class Cancel:
@@ -55,8 +71,12 @@ class Cancel:
 
     def __call__(self) -> None:
         self.requested = True
-        if self._process is not None:
-            _signal(self._process, signal.SIGTERM)
+        if (process := self._process) is not None:
+            _signal(process, signal.SIGTERM)
+            # One that is busy in compiled code does not obey.
+            timer = threading.Timer(_TERMINATE_S, _signal, (process, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
 
     def started(self, process: subprocess.Popen[str]) -> None:
         """Register the process to end. The code that starts the process calls this."""
@@ -71,16 +91,21 @@ class ToolProcess:
     with the processes it started.
     """
 
-    def __init__(self, name: str, cancel: Cancel | None = None) -> None:
+    def __init__(self, name: str, cancel: Cancel | None = None, weights_bytes: int = 0) -> None:
         """Start the helper.
 
         Args:
             name: Its module.
             cancel: Ends it from another thread; its answers then just end.
+            weights_bytes: Size of the weights that it loads, which it has memory for.
         """
         self._name, self._cancel = name, cancel or Cancel()
         # `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._note = tempfile.TemporaryFile()  # noqa: SIM115
+        limits, note = limits_of(name, weights_bytes), self._note.fileno()
+        environment = _environment() | {"SO_TUI_HELPER": f"{note}:{limits.row_s}"}
+        line = Lifeline()
         argv = [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
         _LOG.info("calling %s", quoted(*argv))
         self._process = subprocess.Popen(
@@ -90,10 +115,15 @@ class ToolProcess:
             stderr=self._errors,
             text=True,
             errors="replace",
-            env=_environment(),
+            env=environment,
             bufsize=1,
             process_group=0,
+            pass_fds=(note, line.inherited),
         )
+        line.tie(self._process.pid)
+        self._line = line
+        self._watch = Watch(name, self._process, limits, self._errors, self._note)
+        _RUNNING.add(self)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._lines = self._process.stdin, self._process.stdout
@@ -123,7 +153,9 @@ class ToolProcess:
             ToolError: Any other failure, with the last lines that the helper wrote to stderr.
         """
         problems = None
-        for line in self._lines:
+        for line in iter(partial(self._lines.readline, LONGEST_ANSWER + 1), ""):
+            if len(line) > LONGEST_ANSWER:
+                raise InputError([self._watch.too_long()])
             answer = _decoded(self._name, line)
             problems = answer.get("problems")
             if problems is None:
@@ -131,15 +163,34 @@ class ToolProcess:
         code = self._process.wait()
         if code == 0 or self._cancel.requested:
             return
-        if code == InputError.exit_code and problems:
-            raise InputError(msgspec.convert(problems, list[Problem]))
-        self._errors.seek(0)
-        lines = [line for line in self._errors if line.strip()][-_STDERR_LINES:]
+        lines = self._log_lines()
+        if reached := self._watch.reached():
+            raise InputError([reached])
+        if problems:
+            found = msgspec.convert(problems, list[Problem])
+            raise InputError(found) if code == InputError.exit_code else ToolError(found[0])
         if lines and (missing := _MISSING_MODULE.search(lines[-1])):
             message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
             raise refuse("software-missing", message)
-        said = " / ".join(line.rstrip("\n") for line in lines) or "it wrote nothing"
-        raise ToolError(f"so_tui_trainer.tools.{self._name} failed (exit code {code}): {said}")
+        raise ToolError(self._death(code, lines))
+
+    def _log_lines(self) -> list[str]:
+        """Return the last lines that the helper wrote to stderr, and log them."""
+        self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - _LARGEST_TAIL))
+        lines = [line.rstrip() for line in self._errors if line.strip()]
+        _LOG.info("%s wrote:\n%s", self._name, printable("\n".join(lines)))
+        return lines
+
+    def _death(self, code: int, lines: list[str]) -> Problem:
+        """Return the problem of a helper that could not say what is wrong."""
+        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        said = lines[-1] if lines else "it wrote nothing"
+        field = f"tools.{self._name}"
+        message = f"failed ({how}) at {self._watch.doing}: {said}"
+        remedy = _REMEDY
+        if code == -signal.SIGKILL:
+            remedy = f"The system ends processes if memory runs out: free some. {_REMEDY}"
+        return Problem("helper-failed", field, "", message, remedy)
 
     def end(self) -> None:
         """End the helper's whole group. One that the kernel does not let go is left behind."""
@@ -150,10 +201,23 @@ class ToolProcess:
 
     def close(self) -> None:
         """End the helper."""
+        _RUNNING.discard(self)
         self.end()
+        self._watch.end()
+        self._line.cut()
         self.end_requests()
         self._lines.close()
         self._errors.close()
+        self._note.close()
+
+
+_RUNNING: weakref.WeakSet[ToolProcess] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """End every helper of this process. Threads that wait for one then go on."""
+    for process in tuple(_RUNNING):
+        process._cancel()
 
 
 def stream_tool(

@@ -22,7 +22,7 @@ from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import bind_ranks, by_core
 from so_tui.plan.measured import Rates, store
-from so_tui.runs import RunDirectory, create_run, delete_run, find_run
+from so_tui.runs import RunDirectory, create_run, delete_run, find_run, read_spec
 from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import write_state_even_if_full
@@ -627,6 +627,18 @@ def named_model(
     return replace(wanted, run=str(find_run(text, runs_dir).path.absolute()))
 
 
+def _weights_bytes(load: LoadModel) -> int:
+    """Return the size of the weights that a request loads. A base model counts as much as the tuned
+    one.
+    """
+    if load.run:
+        found = read_spec(RunDirectory(Path(load.run))).model.parameter_count * 2
+    else:  # what is on the disk: a sparse file has any size
+        files = Path(load.folder).glob("*.safetensors")
+        found = sum(min(state.st_size, state.st_blocks * 512) for state in map(os.stat, files))
+    return found * (2 if load.compare else 1)
+
+
 class ModelProcess(ToolProcess):
     """A helper process that has a model, and its base model if that is asked for. Close it in the
     end.
@@ -639,7 +651,7 @@ class ModelProcess(ToolProcess):
             load: Which model.
             end: Ends the process from another thread.
         """
-        super().__init__("generate", end)
+        super().__init__("generate", end, _weights_bytes(load))
         self._asked = 0
         self.send(load)
 

@@ -8,7 +8,6 @@ in threads.
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -27,7 +26,7 @@ from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import start_launch
 from so_tui.ui.shared_app import Checking, SharedApp
-from so_tui.ui.textual_fixes import settle, terminal_lost
+from so_tui.ui.textual_fixes import settle
 from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
@@ -58,7 +57,6 @@ MODES: dict[str, str | Callable[[], Screen[None]]] = {
 
 
 RUNS_POLL_S = 2.0
-TERMINAL_POLL_S = 1.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
 PACKAGES = (
@@ -143,14 +141,6 @@ class SoTuiApp(SharedApp):
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)
-        self.set_interval(TERMINAL_POLL_S, self._leave_a_lost_terminal)
-
-    def _leave_a_lost_terminal(self) -> None:
-        """End if the terminal is gone and no SIGHUP said so (``nohup``, some shells): reading it
-        would spin for ever.
-        """
-        if not self.is_headless and terminal_lost(sys.__stdin__):
-            self.exit()
 
     def _after_first_paint(self) -> None:
         _import_packages()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,6 +118,12 @@ class SettingsApp(FixedApp[None]):
         self.glyphs = glyphs
         if glyphs == "ascii":
             self._filters.append(PlainCharacters())
+
+    def on_unmount(self) -> None:
+        """End helpers, for which the application's threads would wait at its end."""
+        # Imported only where a screen has started one.
+        if (helper := sys.modules.get("so_tui.launch.helper")) is not None:
+            helper.end_all()
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Return the program's own colour names for a theme that does not define them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import select
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
@@ -225,6 +226,7 @@ class StylesFocus(Screen[Result]):
 
 # The application: styles, keys in their order, printable text.
 
+_TERMINAL_POLL_S = 1.0
 LONGEST_WAIT_S = 2.0
 """For a widget that is busy: then the next key acts, even if that one has not acted yet."""
 
@@ -238,8 +240,8 @@ async def _caught_up(pump: MessagePump) -> None:
 
 
 class FixedApp(App[Result]):
-    """An application that draws printable text, styles each widget once, and lets keys act one
-    after the other.
+    """An application that draws printable text, styles each widget once, lets keys act one after
+    the other, and ends with its terminal.
 
     ``Content`` of so_tui.ui.text spells out unsafe characters in what its widgets show.
     """
@@ -250,6 +252,16 @@ class FixedApp(App[Result]):
     def __init__(self) -> None:
         super().__init__()
         self.error_console = console(stderr=True)  # its last words are printable, too
+
+    def on_mount(self) -> None:
+        self.set_interval(_TERMINAL_POLL_S, self._leave_a_lost_terminal)
+
+    def _leave_a_lost_terminal(self) -> None:
+        """End if the terminal is gone and no SIGHUP said so (``nohup``, some shells): Textual would
+        read it for ever.
+        """
+        if not self.is_headless and _terminal_lost(sys.__stdin__):
+            self.exit()
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy a text as it is shown: pasted into a terminal, a control character would act
@@ -373,11 +385,9 @@ def give_back() -> None:
         trim(0)
 
 
-def terminal_lost(terminal: TextIO | None) -> bool:
+def _terminal_lost(terminal: TextIO | None) -> bool:
     """Return whether nobody holds the other end of a terminal any more: its window was closed, or
     its connection lost.
-
-    Textual then reads it for ever where no SIGHUP ends the program.
     """
     if terminal is None or terminal.closed:
         return True

@@ -30,6 +30,7 @@ from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates, host_av
 from superoffload.transfers import Transfer, Transfers, _CudaTransfers
 from superoffload.worker import Command, GradientSource, MemorySize, Moments, Operation, Segment
 from tests.support import engine as support
+from tests.support.hostile_files import full_disk
 from tests.support.problems import coded
 from tests.support.waiting import LIMIT_S
 
@@ -178,6 +179,17 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
     gc.collect()
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert STATES_MEMORY_NAME not in " ".join(links) + Path("/proc/self/maps").read_text()
+
+
+def test_a_limit_of_file_sizes_is_named() -> None:
+    said = r"0\.4 GB of host memory .*largest file.*ulimit -f"
+    with full_disk(2**20), coded(superoffload.OffloadError, "file-size-limit", match=said):
+        SharedStates(
+            MemorySize(((Segment(30_000_000),),), 2, accumulate=False),
+            torch.bfloat16,
+            host_available_bytes,
+            Path(),
+        )
 
 
 def test_an_attached_thread_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

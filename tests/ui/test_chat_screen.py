@@ -29,6 +29,7 @@ from so_tui.ui.runs.screen import RunsScreen
 from tests.support.launching import tiny
 from tests.support.pictured import FixedModel
 from tests.support.problems import refusal
+from tests.support.python_path import python_path
 from tests.support.screen import Driver, opened
 
 SLOW_S = 120
@@ -89,6 +90,45 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         await ui.press("escape")
         await ui.until(lambda: process.poll() is not None)
         assert ui.screen is not screen
+
+
+DEAF = """
+import json, sys
+import msgspec
+from so_tui.spec.generation import Loaded, ModelFacts
+facts = ModelFacts(side="tuned", name="deaf", parameters=1)
+sys.stdin.readline()
+loaded = Loaded(models=(facts,), device="CPU", layout="a template that never ends")
+print(json.dumps(msgspec.to_builtins(loaded)), flush=True)
+sys.stdin.readline()
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while True: pass
+"""
+
+
+async def test_a_model_that_does_not_stop_is_left(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "so_tui_trainer" / "tools"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "generate.py").write_text(DEAF)
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+    async with opened(runs_dir) as ui:
+        screen = await talk(ui, LoadModel(folder=str(tmp_path)))
+        await ui.until(lambda: not screen.query_one("#question", Input).disabled)
+        await ui.type_text("Well?")
+        await ui.press("enter")
+        await ui.until(lambda: screen.writing)
+        process = screen._end._process
+        assert process is not None
+        await ui.press("escape")
+        assert ui.screen is screen, "the first esc stops"
+        await ui.press("escape")
+        await ui.until(lambda: ui.screen is not screen)
+        await ui.until(lambda: process.poll() is not None)
 
 
 class Forgetful(FixedModel):

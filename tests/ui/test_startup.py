@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from so_tui.runs import create_run
 from so_tui.ui.app import PACKAGES
 from tests.support.launching import tiny
@@ -58,11 +60,14 @@ def first_paint_s(*arguments: str) -> float:
     return float(found[1])
 
 
-def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [(), ("chat", "./model")])
+def test_a_screen_that_lost_its_terminal_ends(command: tuple[str, ...], tmp_path: Path) -> None:
     """Without SIGHUP it would read nothing for ever."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import"
-    code = f"{ignoring} main; raise SystemExit(main())"
-    screen, controller = in_a_pty("-c", code, HOME=str(tmp_path))
+    code = f"{ignoring} main; import os; os.chdir(os.environ['HOME']); raise SystemExit(main())"
+    screen, controller = in_a_pty("-c", code, *command, HOME=str(tmp_path))
     painted, deadline = 0, time.monotonic() + LIMIT_S
     while painted < 2_000 and time.monotonic() < deadline:
         if select.select([controller], [], [], 0.5)[0]:

@@ -24,6 +24,7 @@ from so_tui_trainer.data.rows import Message
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.older_versions import cache_argument
 from so_tui_trainer.ranks import Ranks
+from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -180,8 +181,10 @@ def _prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
     """
     text = prompt.text
     if prompt.turns:
+        turns = tuple(Message(turn.role, turn.content) for turn in prompt.turns)
         try:
-            text = question(chat, tuple(Message(turn.role, turn.content) for turn in prompt.turns))
+            with limited("the chat template, with the prompt"):
+                text = question(chat, turns)
         except TemplateError as error:
             raise reject(
                 "prompt-template",
@@ -190,7 +193,8 @@ def _prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
                 f"is rejected by the chat template: {error}",
                 "Leave out the system message, or alternate user and assistant.",
             ) from error
-    ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with limited("the prompt", len(text)):
+        ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     leading = leading_ids(chat.tokenizer) if not (prompt.turns and chat.templated) else []
     if not (leading or ids):
         raise reject(

@@ -41,7 +41,7 @@ class _SharedMemory:
         what: What it is for, in messages.
 
     Raises:
-        OffloadError: If the host refuses it (``host-memory-limit``).
+        OffloadError: If the host refuses it (``host-memory-limit``, ``file-size-limit``).
     """
 
     def __init__(self, name: str, size_bytes: int, what: str) -> None:
@@ -52,6 +52,13 @@ class _SharedMemory:
             self.mapping = mmap.mmap(self.descriptor, size_bytes)
         except OSError as error:
             os.close(self.descriptor)
+            if error.errno == errno.EFBIG:
+                raise OffloadError(
+                    f"Allocating {_gigabytes(size_bytes)} of host memory for {what} failed, "
+                    "because it is more than the largest file allowed, which holds for shared "
+                    "memory, too. Raise that limit of this job or shell (`ulimit -f unlimited`).",
+                    code="file-size-limit",
+                ) from error
             raise OffloadError(
                 f"Allocating {_gigabytes(size_bytes)} of host memory for {what} failed: {error}. "
                 "Check the limits of this job or shell (`ulimit -a`).",

@@ -135,7 +135,7 @@ class ChatScreen(Screen[None]):
             "escape",
             "stop_or_leave",
             "Stop, leave",
-            tooltip="Stop the answers that are being written; without any, leave",
+            tooltip="Stop the answers that are being written; without any, or again, leave",
         ),
         Binding("f2", "sampling", "Sampling", tooltip="Temperature, top-p, longest answer, seed"),
         Binding("f3", "forget", "New conversation", tooltip="Forget what was said"),
@@ -155,6 +155,8 @@ class ChatScreen(Screen[None]):
         self._end = Cancel()
         self._process: ModelProcess | None = None
         self._columns: dict[Side, _Column] = {}
+        self._stopping = False
+        """Whether the answers were asked to stop and still have not."""
         super().__init__()
 
     @property
@@ -257,11 +259,13 @@ class ChatScreen(Screen[None]):
             event.input.clear()
             prompts = [column.ask(text) for column in self._columns.values()]
             self._process.ask(prompts, self._sampling)
+            self._stopping = False
 
     def action_stop_or_leave(self) -> None:
-        if self.writing and self._process is not None:
+        if self.writing and self._process is not None and not self._stopping:
             self._process.cancel()
-        else:
+            self._stopping = True
+        else:  # which ends the process, also one that does not stop
             self.dismiss(None)
 
     def action_sampling(self) -> None:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from so_tui.spec import InputError
+from so_tui.spec import InputError, first_line
 from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import LossOn
+from so_tui.units import thousands
 from so_tui_trainer.data.documents import Counts
 from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message, bad_row
 from so_tui_trainer.data.sources import Opened
+from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,8 +86,6 @@ class Chat:
         Raises:
             TemplateError: The template rejects them.
         """
-        from jinja2.exceptions import TemplateError as JinjaError
-
         turns = [
             {**dict(message.extra), "role": message.role, "content": message.content}
             for message in messages
@@ -103,8 +103,8 @@ class Chat:
                     turns, tools=tools, tokenize=False, add_generation_prompt=ask
                 )
             )
-        except (JinjaError, TypeError, ValueError, KeyError) as error:
-            raise TemplateError(str(error) or type(error).__name__) from error
+        except Exception as error:  # a template raises whatever it leads to, MemoryError too
+            raise TemplateError(first_line(error)) from error
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
@@ -122,9 +122,10 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     question = Message("user", _placeholder(0))
     answer = Message("assistant", _placeholder(1))
     try:
-        closing = plain.render([question, answer]).partition(answer.content)[2]
-        asked = plain.render([question])
-        asking = plain.render([question], ask=True)
+        with limited(f"the chat template of {tokenizer.name_or_path}"):
+            closing = plain.render([question, answer]).partition(answer.content)[2]
+            asked = plain.render([question])
+            asking = plain.render([question], ask=True)
     except TemplateError as error:
         raise _no_stop_token(
             "chat-template-unusable",
@@ -473,20 +474,26 @@ class Encoder:
         """
         leading = leading_ids(self.chat.tokenizer)
         for start in range(first, last, _BATCH_ROWS):
-            batch = list(opened.conversations(start, min(start + _BATCH_ROWS, last)))
+            end, source = min(start + _BATCH_ROWS, last), opened.source.source
+            rows = f"rows {thousands(start + 1)} to {thousands(end)} of {source}"
+            with limited(rows):
+                batch = list(opened.conversations(start, end))
             parts = []
             for number, conversation in enumerate(batch, start + 1):
                 try:
-                    parts.append(_segments(self.chat, conversation, self.loss))
+                    with limited(f"row {thousands(number)} of {source}"):
+                        parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
                     raise bad_row(
                         "data-row-template",
-                        opened.source.source,
+                        source,
                         number,
                         f"the chat template rejects it: {error}",
                     ) from error
+            with limited(rows, sum(len(part.text) for pieces in parts for part in pieces)):
+                encoded = self.encode(parts)
             for number, (conversation, tokens) in enumerate(
-                zip(batch, self.encode(parts), strict=True), start + 1
+                zip(batch, encoded, strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
                 yield self._fit(

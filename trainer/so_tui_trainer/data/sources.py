@@ -15,7 +15,8 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -39,6 +40,7 @@ from so_tui_trainer.data.rows import (
 )
 from so_tui_trainer.foreign import datasets_cache, link_elsewhere
 from so_tui_trainer.hub import causes
+from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,6 +56,18 @@ LONGEST_ROW_BYTES = 32 << 20
 """Of a line of JSON. A million tokens of text are about 5 MB."""
 MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
+MOST_COLUMNS = 2_000
+"""Of a table, or keys in rows, nested ones too. Wide tables with text have some hundred."""
+MOST_FILES = 10_000
+"""Files and folders in a folder of data."""
+MOST_TIMES = 100
+"""How often larger than its file the content of a compressed one may be. Text is some ten times as
+large. Content up to ``_CHECKED_BYTES`` is not judged.
+"""
+_SCHEMA_BYTES = 10 << 20
+"""What ``datasets`` takes the columns of JSON from."""
+_CHECKED_ROWS = 5_000_000
+"""Lines that are looked at one by one."""
 _LONGEST_LIST_BYTES = 256 << 20
 """Of a file that is one JSON list: its reader holds all of it in memory, several times."""
 _CHECKED_BYTES = 1 << 30
@@ -80,7 +94,9 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
 
     Raises:
         InputError: It is no regular file (``data-source-not-a-file``), or has a row that is too
-            long (``data-row-too-long``) or nested too deeply (``data-row-too-deep``).
+            long (``data-row-too-long``) or nested too deeply (``data-row-too-deep``), too many
+            columns (``data-too-many-columns``), or far more content than its size
+            (``data-expands-too-much``).
         OSError: It cannot be read.
     """
     name = name or source.source
@@ -92,16 +108,15 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
         )
-    if _READERS.get(_ending(path)) != "json":
-        return
-    compressed = path.suffix.lower() in COMPRESSED
+    kind = _READERS.get(_ending(path))
     try:
-        with (
-            fsspec.open(str(path), "rb", compression="infer")
-            if compressed
-            else os.fdopen(open_descriptor(path), "rb") as file
-        ):
-            _check_rows(file, name)
+        if kind == "parquet":
+            _check_parquet(path, name)
+        elif kind is not None:
+            with os.fdopen(open_descriptor(path), "rb") as stored, _content(path, stored) as file:
+                _check_rows(file, name, is_table=kind == "csv")
+                if file is not stored:
+                    _check_expansion(file, stored, name)
     except (
         EOFError,
         ValueError,
@@ -111,18 +126,90 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         return
 
 
+def _content(path: Path, stored: BinaryIO) -> BinaryIO:
+    """Return what reads the content of a file that may be compressed."""
+    method = fsspec.utils.infer_compression(str(path))
+    return fsspec.compression.compr[method](stored, mode="rb") if method else stored
+
+
+def _check_expansion(file: BinaryIO, stored: BinaryIO, name: str) -> None:
+    """Read on to ``_CHECKED_BYTES``, and refuse what was far smaller in the file."""
+    while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
+        pass
+    _refuse_expansion(file.tell(), stored.tell(), name)
+
+
+def _refuse_expansion(content_bytes: int, stored_bytes: int, name: str) -> None:
+    if content_bytes >= _CHECKED_BYTES and content_bytes > MOST_TIMES * stored_bytes:
+        raise reject(
+            "data-expands-too-much",
+            "data.source",
+            name,
+            f"has content of more than {MOST_TIMES} times its size, and more than "
+            f"{_CHECKED_BYTES >> 30} GiB",
+            "Decompress it, look at its content, and name the decompressed file.",
+        )
+
+
+def _check_parquet(path: Path, name: str) -> None:
+    from pyarrow import parquet
+
+    found = parquet.read_metadata(path)
+    _refuse_columns(found.num_columns, name)
+    content = sum(found.row_group(index).total_byte_size for index in range(found.num_row_groups))
+    _refuse_expansion(content, path.stat().st_size, name)
+
+
+def _refuse_columns(count: int, name: str) -> None:
+    if count > MOST_COLUMNS:
+        raise reject(
+            "data-too-many-columns",
+            "data.source",
+            name,
+            f"has {thousands(count)} columns or keys in its rows; the limit is "
+            f"{thousands(MOST_COLUMNS)}",
+            "Write a file with the columns that are trained on.",
+        )
+
+
+def _add_keys(value: Any, path: tuple[str, ...], found: set[tuple[str, ...]]) -> None:
+    """Add the path of each key in a row."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            found.add(here := (*path, name))
+            _add_keys(inner, here, found)
+    elif isinstance(value, list):
+        for inner in value:
+            _add_keys(inner, path, found)
+
+
 def _ending(path: Path) -> str:
     """Return a file's ending without that of a compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return suffixes[-1] if suffixes else ""
 
 
-def _check_rows(file: BinaryIO, name: str) -> None:
-    """Check the lines of a file of rows, or a file that is one JSON list as a whole."""
+def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
+    """Check the lines of a file of rows, or a file that is one JSON list as a whole.
+
+    Args:
+        file: Its content.
+        name: What errors call it.
+        is_table: Whether it is CSV or TSV, where only the first line has the columns.
+    """
     checked_bytes = row = 0
-    while checked_bytes < _CHECKED_BYTES and (line := file.readline(LONGEST_ROW_BYTES + 1)):
+    keys: set[tuple[str, ...]] = set()
+    while (
+        checked_bytes < _CHECKED_BYTES
+        and row < _CHECKED_ROWS
+        and (line := file.readline(LONGEST_ROW_BYTES + 1))
+    ):
         checked_bytes, row = checked_bytes + len(line), row + 1
-        if row == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        if (
+            not is_table
+            and row == 1
+            and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        ):
             content = line + file.read(_LONGEST_LIST_BYTES)
             if len(content) > _LONGEST_LIST_BYTES:
                 raise reject(
@@ -148,10 +235,18 @@ def _check_rows(file: BinaryIO, name: str) -> None:
                 row,
                 f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line",
             )
+        if is_table:
+            if row == 1:
+                _refuse_columns(1 + max(map(line.count, (b",", b";", b"\t"))), name)
+            continue
         if _is_deep(line):
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
             )
+        if checked_bytes <= _SCHEMA_BYTES:
+            with suppress(ValueError):  # the reader says what is wrong
+                _add_keys(json.loads(line), (), keys)
+            _refuse_columns(len(keys), name)
 
 
 def _is_deep(text: bytes) -> bool:
@@ -253,12 +348,22 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
         if source.split not in saved:
             raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
         return saved[source.split], ()
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    found = sorted(islice(path.rglob("*"), MOST_FILES + 1))
+    if len(found) > MOST_FILES:
+        raise reject(
+            "data-too-many-files",
+            "data.source",
+            source.source,
+            f"has more than {thousands(MOST_FILES)} files and folders",
+            "Join its files to fewer, or name a folder in it.",
+        )
+    files = [file for file in found if file.is_file()]
     for file in files:
         _check_file(file, source, str(Path(source.source) / file.relative_to(path)))
-    rows = _read_mixed_columns(
-        source, str(path), source.subset or None, cache_dir=_cache_dir(files)
-    )
+    with limited(f"the folder {source.source}", sum(file.stat().st_size for file in files)):
+        rows = _read_mixed_columns(
+            source, str(path), source.subset or None, cache_dir=_cache_dir(files)
+        )
     return rows, () if source.subset else _ignored_files(path)
 
 
@@ -402,6 +507,7 @@ def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
                 if not isinstance(row, dict):
                     raise bad_row("data-row-not-object", name, number, "is not a JSON object")
                 found |= dict.fromkeys(row)
+                _refuse_columns(len(found), name)
     return list(found)
 
 
@@ -669,9 +775,10 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             private_folder(rows)
         if path.exists() and not path.is_dir():
             _check_file(path, source)
-            if path.stat().st_size == 0:
+            if (size := path.stat().st_size) == 0:
                 raise _empty_source(source)
-            return _read_file(path, source), ()
+            with limited(f"the file {source.source}", size):
+                return _read_file(path, source), ()
         if path.is_dir():
             return _read_folder(path, source)
         if _looks_like_path(name):

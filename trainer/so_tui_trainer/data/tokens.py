@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +23,7 @@ from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_sour
 from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import DataSpec
 from so_tui.units import thousands
+from so_tui_trainer import step_limits
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import Encoder, chat_of
@@ -29,6 +31,7 @@ from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.remote_code import loadable, refuse_without_consent
+from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +64,8 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
         "model.tokenizer" if model.tokenizer else "model.id"
     )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
+        with limited(f"the tokenizer of {name}", _files_bytes(name)):
+            tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
     except (OSError, ValueError) as error:
         refuse_without_consent(model, error)
         reason = first_line(error)
@@ -96,7 +100,9 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
             f"a damaged tokenizer ({first_line(error)})",
             "Copy or download its files again.",
         ) from error
-    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
+    with limited(f"the tokenizer of {name}"):
+        ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
+    if not ids:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
         raise reject(
             "tokenizer-files-missing",
@@ -106,6 +112,16 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
             _NO_FILES,
         )
     return tokenizer
+
+
+def _files_bytes(name: str) -> int:
+    """Return the size of a folder's files apart from weights; that of a large tokenizer for others,
+    which may have to be downloaded.
+    """
+    if not (folder := Path(name)).is_dir():
+        return 64 << 20
+    endings = (".json", ".model", ".txt", ".tiktoken")
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in endings)
 
 
 def prepare(
@@ -306,19 +322,32 @@ def _run_tasks(
         return
     # Spawned, not forked: this process may have threads and a CUDA context.
     pool = ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_start, initargs=(worker,)
+        processes,
+        mp_context=get_context("spawn"),
+        initializer=_start,
+        initargs=(worker, step_limits.row_seconds()),
     )
     stack.callback(pool.shutdown, cancel_futures=True)
-    yield from pool.map(_work, tasks)
+    done = 0
+    try:
+        for result in pool.map(_work, tasks):
+            done += 1
+            yield result
+    except BrokenProcessPool:
+        if not step_limits.row_seconds():
+            raise
+        # The row that takes too long ends this process, too, which can name it.
+        yield from map(worker.work, tasks[done:])
 
 
 _process_state: dict[str, Any] = {}
 """The worker of this process, if it belongs to a pool."""
 
 
-def _start(worker: _Worker) -> None:
+def _start(worker: _Worker, row_s: float) -> None:
     """Initialise a process of the pool."""
     die_with_parent()
+    step_limits.begin_further(row_s)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _process_state["worker"] = worker
 

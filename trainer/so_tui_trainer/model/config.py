@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -111,19 +112,44 @@ def _is_computed(owner: type, name: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
+MOST_LAYERS = 1_000
+"""Known models have up to 130."""
+_LAYERS = re.compile(r"^(?:n|num)_?(?:\w+_)?(?:layers?|blocks?)$")
+
+
+def _refuse_deep(values: Mapping[str, Any], model: ModelSpec) -> None:
+    """Refuse a configuration with more layers than can be built in a reasonable time.
+
+    Raises:
+        InputError: It has (``model-too-deep``).
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _refuse_deep(value, model)
+        elif _LAYERS.match(str(key)) and isinstance(value, int | float) and value > MOST_LAYERS:
+            raise model_problem(
+                "model-too-deep",
+                model,
+                f"its config.json has {key} = {value:,.0f}, and the limit is {MOST_LAYERS:,}",
+                "Correct it, or choose another model.",
+            )
+
+
 def stored_config(model: ModelSpec) -> PretrainedConfig:
-    """Read the config.json of a hub id or a folder. Raises whatever transformers does, and as
-    ``loadable``.
+    """Read the config.json of a hub id or a folder. Raises whatever transformers does, as
+    ``loadable``, and InputError for far too many layers (``model-too-deep``).
     """
     from transformers import AutoConfig
 
     result: PretrainedConfig = AutoConfig.from_pretrained(**loadable(model))
+    _refuse_deep(result.to_dict(), model)
     return without_hub_kernels(result)
 
 
 def _given_config(model: ModelSpec) -> PretrainedConfig:
     try:
         if model.weights == "random":
+            _refuse_deep(model.config, model)
             return config_of(model.config)
         found = language_part(stored_config(model))
         if hasattr(found, "quantization_config"):

@@ -4,19 +4,23 @@ everything else on stderr.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, first_line
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
+from so_tui_trainer import step_limits
 from superoffload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -51,20 +55,42 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = 0
+    step_limits.begin()
     try:
         for answer in work(iter(sys.stdin.readline, "")):
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
-    except (SoTuiError, OffloadError) as error:
-        name = error.code if isinstance(error, OffloadError) and error.code else "error"
-        # One problem without a field if the error has none.
-        problems = (Problem(name, "", "", str(error), ""),)
-        found = error.problems if isinstance(error, InputError) else problems
-        stream.write(json.dumps({"problems": msgspec.to_builtins(found), "done": True}) + "\n")
+    except (KeyboardInterrupt, SystemExit, ModuleNotFoundError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - panics of packages in Rust are no Exception
+        if not isinstance(error, SoTuiError):
+            traceback.print_exc()
+        problems = error.problems if isinstance(error, InputError) else (_problem(error),)
+        stream.write(json.dumps({"problems": msgspec.to_builtins(problems), "done": True}) + "\n")
         print(error, file=sys.stderr)
         code = error.exit_code if isinstance(error, SoTuiError) else 1
     stream.close()
     return code
+
+
+def _problem(error: BaseException) -> Problem:
+    """Return the problem of an error that names none itself."""
+    where = next(iter(getattr(error, "__notes__", ())), f"tools.{Path(sys.argv[0]).stem}")
+    if isinstance(error, SoTuiError | OffloadError):
+        message = str(error).removesuffix(".")
+        return Problem(getattr(error, "code", "") or "error", where, "", message, "")
+    code, message = "helper-failed", f"{type(error).__name__}: {first_line(error)}"
+    remedy = "`so-tui --verbose` with the same command shows where."
+    if isinstance(error, MemoryError):
+        code, message = "helper-out-of-memory", "needs more memory than the system gives"
+        remedy = "Correct or remove it, or free some memory."
+    elif isinstance(error, RecursionError):
+        code, message = "helper-too-deep", "is nested too deeply"
+        remedy = "Correct or remove it."
+    elif isinstance(error, OSError) and error.errno == errno.EFBIG:
+        code, message = "file-size-limit", "would write a file beyond the largest size allowed"
+        remedy = "Raise the limit of this shell or job (`ulimit -f`)."
+    return Problem(code, where, "", message, remedy)
 
 
 def changed(

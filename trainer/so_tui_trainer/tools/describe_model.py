@@ -37,6 +37,7 @@ from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.remote_code import code_of, refuse_without_consent
+from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools.channel import Answer, serve
 
 if TYPE_CHECKING:
@@ -314,6 +315,8 @@ def _kind(name: str, dimensions: int, embeddings: set[str]) -> TensorKind:
     return "expert" if ".experts." in name or stacked else "linear"
 
 
+_SHAPE_BYTES = 40_000_000
+"""Counts like a file of this size for its time: building thousands of experts takes a while."""
 _DEQUANTISED = ("mxfp4", "gpt_oss")
 """The quantisation that the trainer converts when it loads weights, and the kind of model for which
 it does.
@@ -363,7 +366,8 @@ def describe(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.model.weights import meta_model
 
     try:
-        whole = stored_config(asked)
+        with limited(f"the config.json of {asked.id}"):
+            whole = stored_config(asked)
     except InputError:
         raise
     except Exception as error:  # a damaged config.json raises whatever it leads to
@@ -380,7 +384,8 @@ def describe(request: Answer) -> Iterator[Answer]:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     try:
-        causal = meta_model(config)
+        with limited(f"the shape of {asked.id}", _SHAPE_BYTES):
+            causal = meta_model(config)
     except Exception as error:  # so does a shape that its code does not expect
         raise model_problem(
             "model-shape-invalid",

@@ -34,6 +34,7 @@ from so_tui.spec.generation import (
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import distrust_of_folder
 from so_tui_trainer.hub import stay_offline_when_cut_off
+from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools import channel
 from so_tui_trainer.tools.channel import changed, with_newest
 
@@ -220,7 +221,9 @@ def _of_folder(load: LoadModel) -> _Tuned:
 
     folder = Path(load.folder)
     yield Progress(message=f"loading {folder}")
-    causal = export.of_folder(folder, ModelSpec(id=load.folder))
+    weights = sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors"))
+    with limited(f"the model in {folder}", weights):
+        causal = export.of_folder(folder, ModelSpec(id=load.folder))
     marker = readable_json(folder / export.MARKER_NAME, export.ExportMarker)
     base = ModelSpec(id=load.folder, weights="random")
     if (
