@@ -1,0 +1,140 @@
+"""What the attacker's processes do: ``python -m benchmarks.attacks.attacker WHAT ARGUMENT...``.
+
+Each waits for a moment of the victim's, changes something at once, and says what it did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_LIMIT_S = 180.0
+_LOOKS_INTO = 0x20 | 0x10 | 0x1
+"""inotify: opened, closed after reading, read."""
+_COMES = 0x80 | 0x100
+"""inotify: renamed to, created."""
+
+
+def _command_lines() -> Iterator[str]:
+    for name in os.listdir("/proc"):  # noqa: PTH208 (names, not paths, hundreds of times a second)
+        if name.isdigit():
+            try:
+                yield Path("/proc", name, "cmdline").read_text(errors="replace")
+            except OSError:
+                continue
+
+
+def _seen(pattern: str) -> re.Match[str]:
+    """Wait until some command line matches, and return the match."""
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        for line in _command_lines():
+            if found := re.search(pattern, line):
+                return found
+    raise TimeoutError(f"no command line has {pattern}")
+
+
+def _events(path: Path, mask: int) -> Iterator[None]:
+    """Yield once for each read of events of a file or folder."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_CLOEXEC)
+    if libc.inotify_add_watch(descriptor, os.fsencode(path), mask) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    print("ready", flush=True)
+    while os.read(descriptor, 1 << 16):
+        yield
+
+
+def _open_to_all(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777)
+
+
+def bait(runs: str, changes: str) -> None:
+    """Make a run whose launch differs in what it says of the model."""
+    from so_tui.launch.launch import prepare, write_launch
+    from so_tui.machine.inspect import inspect_machine
+    from so_tui.runs import create_run, new_attempt
+    from so_tui.spec import find_preset, with_values
+
+    spec = with_values(find_preset("tiny").spec, {"offload.mode": "superoffload"})
+    run = create_run(spec, Path(runs))
+    for _ in range(3):
+        launch = prepare(spec, inspect_machine())
+        write_launch(run, attempt := new_attempt(run), launch)
+        path = run.launch_path(attempt)
+        tree: Any = json.loads(path.read_text())
+        tree["plan"]["spec"]["model"].update(json.loads(changes))
+        path.write_text(json.dumps(tree))
+    _open_to_all(run.path)
+    print(run.path)
+
+
+def exchange(pattern: str, instead: str) -> None:
+    """Put a folder in the place of the one that a command line names; the first group of the
+    pattern is its path.
+    """
+    folder = Path(_seen(pattern)[1])
+    try:
+        folder.rename(folder.with_name(f"{folder.name}.taken"))
+    except PermissionError:  # only a folder above can be renamed
+        parent = folder.parent
+        parent.rename(parent.with_name(f"{parent.name}.taken"))
+        parent.mkdir()
+        parent.chmod(0o777)
+    Path(instead).rename(folder)
+    print(f"exchanged {folder}", flush=True)
+
+
+def script(pattern: str, label: str) -> None:
+    """Put a script of the attacker's where a command line names a script."""
+    path = Path(_seen(pattern)[1])
+    run = path.parents[2]
+    run.rename(run.with_name(f"{run.name}.taken"))
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/bash\n# {label}\n")
+    _open_to_all(run)
+    print(f"exchanged {run}", flush=True)
+
+
+def turn(watched: str, link: str, target: str) -> None:
+    """Turn a link to another target as soon as somebody reads the watched file."""
+    ready = Path(f"{link}.new")
+    ready.symlink_to(target)
+    for _ in _events(Path(watched), _LOOKS_INTO):
+        ready.rename(link)
+        print("turned", flush=True)
+        return
+
+
+def swap(pattern: str, folder: str, instead: str) -> None:
+    """Put a folder in the place of a named one when a command line matches, and after a moment
+    remove the lock in it, for which torch waits before it loads a library.
+    """
+    _seen(pattern)
+    place = Path(folder)
+    while not place.exists():
+        time.sleep(0.001)
+    place.rename(f"{folder}.taken")
+    Path(instead).rename(place)
+    print(f"exchanged {folder}", flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+        for lock in place.rglob("lock"):
+            if time.time() - lock.stat().st_mtime > 15:
+                lock.unlink()
+
+
+_PARTS: dict[str, Callable[..., None]] = {
+    part.__name__: part for part in (bait, exchange, script, turn, swap)
+}
+
+if __name__ == "__main__":
+    _PARTS[sys.argv[1]](*sys.argv[2:])
