@@ -72,6 +72,7 @@ def bait(runs: str, changes: str) -> None:
         path = run.launch_path(attempt)
         tree: Any = json.loads(path.read_text())
         tree["plan"]["spec"]["model"].update(json.loads(changes))
+        tree["start_over"] = True
         path.write_text(json.dumps(tree))
     _open_to_all(run.path)
     print(run.path)

@@ -10,8 +10,6 @@ from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.stage import PROJECT, Command, Stage
 
 _RUN_S = 120.0
-_RUN = r"--run\0([^\0]+)\0--attempt"
-"""In the command lines of DeepSpeed's launcher and of the ranks."""
 _SPACES = " " * 15_000_000
 """Behind a JSON document, they take a reader long enough for an exchange."""
 
@@ -29,6 +27,11 @@ def _bait(stage: Stage, folder: Path) -> Path:
     return Path(said.strip())
 
 
+def _run(stage: Stage) -> str:
+    """Return what command lines of DeepSpeed's launcher and of ranks have."""
+    return rf"--run\0({stage.folder}[^\0]+)\0--attempt"
+
+
 def _exchanged(stage: Stage, bait: Path, victim: Command, attacker: Command) -> Verdict:
     """Tell whether code of the bait ran before the victim's command ended."""
     victim.wait(lambda: stage.ran("exchanged"), _RUN_S)
@@ -42,6 +45,8 @@ def _exchanged(stage: Stage, bait: Path, victim: Command, attacker: Command) -> 
 
 def _last(command: Command) -> str:
     lines = command.text.strip().splitlines()
+    if lines and lines[0].startswith("usage:"):
+        raise RuntimeError(f"the attack calls the command wrongly: {lines[-1]}")
     return f"the command said: {lines[-1][:200] if lines else 'nothing'}"
 
 
@@ -49,7 +54,7 @@ def _last(command: Command) -> str:
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     bait = _bait(stage, runs / "bait")
-    attacker = stage.attacks("exchange", _RUN, bait)
+    attacker = stage.attacks("exchange", _run(stage), bait)
     return _exchanged(stage, bait, stage.train("--runs-dir", str(runs)), attacker)
 
 
@@ -59,7 +64,7 @@ def _(stage: Stage) -> Verdict:
     os.chown(home, stage.owner.uid, PROJECT)
     home.chmod(0o750)
     bait = _bait(stage, stage.scratch / "bait")
-    attacker = stage.attacks("exchange", _RUN, bait)
+    attacker = stage.attacks("exchange", _run(stage), bait)
     return _exchanged(stage, bait, stage.train(umask=0o002, group=PROJECT), attacker)
 
 
@@ -70,16 +75,64 @@ def _(stage: Stage) -> Verdict:
     stage.other.give(above)
     above.chmod(0o777)
     bait = _bait(stage, stage.scratch / "bait")
-    attacker = stage.attacks("exchange", _RUN, bait)
+    attacker = stage.attacks("exchange", _run(stage), bait)
     return _exchanged(stage, bait, stage.train(XDG_STATE_HOME=str(stage.scratch)), attacker)
 
 
 @attack("1d", "run exchanged while it is resumed", race=True)
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
-    mine = stage.run_of(stage.owner, runs / "mine")
+    stage.run_of(stage.owner, runs / "mine")
     bait = _bait(stage, runs / "bait")
-    attacker = stage.attacks("exchange", _RUN, bait)
+    attacker = stage.attacks("exchange", _run(stage), bait)
     resume = ("resume", "mine", "--runs-dir", str(runs), "--plain", "--set", "train.steps=6")
-    del mine
     return _exchanged(stage, bait, stage.so_tui(*resume), attacker)
+
+
+@attack("1e", "job.sh exchanged before sbatch reads it", race=True)
+def _(stage: Stage) -> Verdict:
+    runs = stage.shared("runs")
+    path, record = stage.slurm()
+    attacker = stage.attacks("script", rf"({stage.folder}[^\0]+job\.sh)", "the attacker's script")
+    place = ("--partition", "p")
+    victim = stage.train(*place, "--runs-dir", str(runs), how="--detach", PATH=path)
+    said = victim.end(60)
+    if not record.exists():
+        raise RuntimeError(f"nothing was submitted: {said[-500:]}")
+    script = record.read_text()
+    evidence = f"sbatch got {script.splitlines()[1][:60]!r}; {attacker.text.strip()}"
+    return judged("attacker" in script, evidence)
+
+
+def _turned(stage: Stage, *command: str, **model: object) -> Verdict:
+    """Turn a link of the attacker's from a run with hostile values to a run of the owner's, once
+    the former's spec.json was read.
+    """
+    mine = stage.run_of(stage.owner, stage.owner.home / "mine")
+    theirs, link = stage.scratch / "theirs" / "run", stage.scratch / "theirs" / "latest"
+    theirs.mkdir(parents=True)
+    evil = stage.model(stage.scratch / "evil", stage.other, "exchanged")
+    spec = json.loads((mine / "spec.json").read_text())
+    values = {key: str(evil) if value == "EVIL" else value for key, value in model.items()}
+    spec["model"] |= values | {"trust_remote_code": True}
+    (theirs / "spec.json").write_text(json.dumps(spec) + _SPACES)
+    link.symlink_to(theirs)
+    stage.other.give(theirs.parent)
+    attacker = stage.attacks("turn", theirs / "spec.json", link, mine)
+    if not attacker.wait(lambda: "ready" in attacker.text, 20):
+        raise RuntimeError(f"the attacker does not watch: {attacker.text}")
+    victim = stage.so_tui(command[0], str(link), *command[1:])
+    said = victim.end(120)
+    if "turned" not in attacker.text and not victim.process.returncode:
+        raise RuntimeError(f"the attacker turned nothing: {attacker.text} {said[-500:]}")
+    return judged(stage.ran("exchanged"), stage.ran("exchanged"), _last(victim))
+
+
+@attack("2a", "generate: link turned to a run of one's own after spec.json was read", race=True)
+def _(stage: Stage) -> Verdict:
+    return _turned(stage, "generate", "--prompt", "hello", id="EVIL", weights="pretrained")
+
+
+@attack("2b", "export: the same, with a tokenizer that no later check compares", race=True)
+def _(stage: Stage) -> Verdict:
+    return _turned(stage, "export", "--to", str(stage.owner.home / "out"), tokenizer="EVIL")

@@ -142,10 +142,10 @@ class Stage:
             self.owner, self.owner.interpreter, "-P", "-m", "so_tui", *arguments, **options
         )
 
-    def train(self, *arguments: str, **options: Any) -> Command:
+    def train(self, *arguments: str, how: str = "--plain", **options: Any) -> Command:
         """Start a short run of the owner's."""
         settings = (word for setting in SHORT for word in ("--set", setting))
-        given = ("run", "tiny", "--plain", "--no-preflight", *settings, *arguments)
+        given = ("run", "tiny", how, "--no-preflight", *settings, *arguments)
         return self.so_tui(*given, **options)
 
     def attacks(self, what: str, *arguments: object) -> Command:
@@ -208,6 +208,22 @@ class Stage:
         for path in (folder, *folder.rglob("*")):
             path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return folder
+
+    def slurm(self) -> tuple[str, Path]:
+        """Return a PATH with a Slurm that only records, slowly, and where it writes a script."""
+        record, bin_folder = self.scratch / "submitted", self.folder / "bin"
+        bin_folder.mkdir()
+        stubs = {
+            "sbatch": f'sleep 1; for last; do :; done; [ -f "$last" ] || last=-\n'
+            f'cat "$last" > {record}; echo 7',
+            "scontrol": "echo 'ClusterName = here'",
+            **dict.fromkeys(("squeue", "sacct", "scancel", "sinfo"), ":"),
+        }
+        for name, lines in stubs.items():
+            path = bin_folder / name
+            path.write_text(f"#!/bin/sh\n{lines}\n")
+            path.chmod(0o755)
+        return f"{bin_folder}:/usr/bin:/bin", record
 
     def processes(self, user: User, words: str = "") -> list[psutil.Process]:
         """Return a user's living processes whose command line has these words."""
