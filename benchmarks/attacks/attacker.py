@@ -18,8 +18,6 @@ from typing import Any
 _LIMIT_S = 180.0
 _LOOKS_INTO = 0x20 | 0x10 | 0x1
 """inotify: opened, closed after reading, read."""
-_COMES = 0x80 | 0x100
-"""inotify: renamed to, created."""
 
 
 def _command_lines() -> Iterator[str]:
@@ -115,9 +113,9 @@ def turn(watched: str, link: str, target: str) -> None:
         return
 
 
-def swap(pattern: str, folder: str, instead: str) -> None:
-    """Put a folder in the place of a named one when a command line matches, and after a moment
-    remove the lock in it, for which torch waits before it loads a library.
+def swap(pattern: str, folder: str, instead: str, inner: str) -> None:
+    """Put a folder in the place of a named one when a command line matches, and keep a lock in it
+    for a while: torch waits for that, and then loads the library without compiling it.
     """
     _seen(pattern)
     place = Path(folder)
@@ -126,15 +124,33 @@ def swap(pattern: str, folder: str, instead: str) -> None:
     place.rename(f"{folder}.taken")
     Path(instead).rename(place)
     print(f"exchanged {folder}", flush=True)
-    for _ in range(600):
-        time.sleep(0.1)
-        for lock in place.rglob("lock"):
-            if time.time() - lock.stat().st_mtime > 15:
-                lock.unlink()
+    lock, until = place / inner / "lock", time.monotonic() + 30
+    while time.monotonic() < until:
+        lock.touch()
+        time.sleep(0.0005)
+    lock.unlink(missing_ok=True)
+
+
+def replace(folder: str, instead: str) -> None:
+    """Put a folder in the place of another one."""
+    place = Path(folder)
+    place.rename(f"{folder}.taken")
+    Path(instead).rename(place)
+    print("replaced")
+
+
+def rewrite(old: str, new: str, *files: str) -> None:
+    """Change a word in files as soon as somebody has looked into the first one."""
+    changed = {Path(file): Path(file).read_text().replace(old, new) for file in files}
+    for _ in _events(Path(files[0]), _LOOKS_INTO):
+        for path, text in changed.items():
+            path.write_text(text)
+        print("rewritten", flush=True)
+        return
 
 
 _PARTS: dict[str, Callable[..., None]] = {
-    part.__name__: part for part in (bait, exchange, script, turn, swap)
+    part.__name__: part for part in (bait, exchange, script, turn, swap, replace, rewrite)
 }
 
 if __name__ == "__main__":

@@ -27,34 +27,28 @@ def _bait(stage: Stage, folder: Path) -> Path:
     return Path(said.strip())
 
 
-def _run(stage: Stage) -> str:
-    """Return what command lines of DeepSpeed's launcher and of ranks have."""
-    return rf"--run\0({stage.folder}[^\0]+)\0--attempt"
-
-
 def _exchanged(stage: Stage, bait: Path, victim: Command, attacker: Command) -> Verdict:
     """Tell whether code of the bait ran before the victim's command ended."""
     victim.wait(lambda: stage.ran("exchanged"), _RUN_S)
     said = attacker.text.strip()
     if "exchanged" not in said:
         raise RuntimeError(f"the attacker exchanged nothing: {said[-200:]} {victim.text[-500:]}")
-    return judged(
-        stage.ran("exchanged"), stage.ran("exchanged"), f"{said}; {_last(victim)}"
-    )
+    return judged(stage.ran("exchanged"), stage.ran("exchanged"), f"{said}; {last_line(victim)}")
 
 
-def _last(command: Command) -> str:
+def last_line(command: Command) -> str:
+    """Return the last line that a command wrote. Raises RuntimeError if it was called wrongly."""
     lines = command.text.strip().splitlines()
     if lines and lines[0].startswith("usage:"):
         raise RuntimeError(f"the attack calls the command wrongly: {lines[-1]}")
     return f"the command said: {lines[-1][:200] if lines else 'nothing'}"
 
 
-@attack("1a", "run exchanged in a setgid folder of the project, before its ranks read it", race=True)
+@attack("1a", "run exchanged in a setgid folder of the project, before ranks read it", race=True)
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     bait = _bait(stage, runs / "bait")
-    attacker = stage.attacks("exchange", _run(stage), bait)
+    attacker = stage.attacks("exchange", stage.rank, bait)
     return _exchanged(stage, bait, stage.train("--runs-dir", str(runs)), attacker)
 
 
@@ -64,7 +58,7 @@ def _(stage: Stage) -> Verdict:
     os.chown(home, stage.owner.uid, PROJECT)
     home.chmod(0o750)
     bait = _bait(stage, stage.scratch / "bait")
-    attacker = stage.attacks("exchange", _run(stage), bait)
+    attacker = stage.attacks("exchange", stage.rank, bait)
     return _exchanged(stage, bait, stage.train(umask=0o002, group=PROJECT), attacker)
 
 
@@ -75,7 +69,7 @@ def _(stage: Stage) -> Verdict:
     stage.other.give(above)
     above.chmod(0o777)
     bait = _bait(stage, stage.scratch / "bait")
-    attacker = stage.attacks("exchange", _run(stage), bait)
+    attacker = stage.attacks("exchange", stage.rank, bait)
     return _exchanged(stage, bait, stage.train(XDG_STATE_HOME=str(stage.scratch)), attacker)
 
 
@@ -84,7 +78,7 @@ def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     stage.run_of(stage.owner, runs / "mine")
     bait = _bait(stage, runs / "bait")
-    attacker = stage.attacks("exchange", _run(stage), bait)
+    attacker = stage.attacks("exchange", stage.rank, bait)
     resume = ("resume", "mine", "--runs-dir", str(runs), "--plain", "--set", "train.steps=6")
     return _exchanged(stage, bait, stage.so_tui(*resume), attacker)
 
@@ -125,7 +119,7 @@ def _turned(stage: Stage, *command: str, **model: object) -> Verdict:
     said = victim.end(120)
     if "turned" not in attacker.text and not victim.process.returncode:
         raise RuntimeError(f"the attacker turned nothing: {attacker.text} {said[-500:]}")
-    return judged(stage.ran("exchanged"), stage.ran("exchanged"), _last(victim))
+    return judged(stage.ran("exchanged"), stage.ran("exchanged"), last_line(victim))
 
 
 @attack("2a", "generate: link turned to a run of one's own after spec.json was read", race=True)

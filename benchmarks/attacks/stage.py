@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -42,8 +40,8 @@ import os, pathlib
 name = f"{{os.getuid()}}-{{os.getpid()}}-{label}"
 pathlib.Path({marks!r}, name).write_bytes(pathlib.Path("/proc/self/cmdline").read_bytes())
 """
-"""What a hostile model's code does. Nobody can give a file to another user, so the owner of the file
-is who ran it.
+"""What a hostile model's code does. Nobody can give a file to another user, so the owner of the
+file is who ran it.
 """
 _CLASSES = {
     "configuration_own": (
@@ -107,6 +105,11 @@ class Stage:
     """Where hostile code tells who ran it."""
     ground: Ground
     _count: list[int] = field(default_factory=list)
+
+    @property
+    def rank(self) -> str:
+        """What command lines of DeepSpeed's launcher and of ranks have; its group is the run."""
+        return rf"--run\0({self.folder}[^\0]+)\0--attempt"
 
     def begin(
         self,
@@ -191,11 +194,10 @@ class Stage:
         return folder
 
     def preset(self, path: Path, user: User, **changes: Any) -> Path:
-        """Write the embedded preset with changes (``model__id=...``)."""
+        """Write the embedded preset with changes: keys, and tables that are added to its own."""
         tree = _toml(_ROOT / "presets/tiny.toml")
         for key, value in changes.items():
-            table, _, name = key.partition("__")
-            tree.setdefault(table, {})[name] = value
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(tree))
         user.give(path)
@@ -294,9 +296,7 @@ def stage(common: Ground) -> Iterator[Stage]:
     for path in (scratch, marks):
         path.mkdir()
         path.chmod(0o1777)
-    made = Stage(
-        folder, _user(folder, "ann", 0), _user(folder, "bob", 1), scratch, marks, common
-    )
+    made = Stage(folder, _user(folder, "ann", 0), _user(folder, "bob", 1), scratch, marks, common)
     try:
         yield made
     finally:
