@@ -88,12 +88,29 @@ def _(stage: Stage) -> Verdict:
     return _exchanged_cache(stage, cache, cache / "so-tui")
 
 
-@attack("4", "compiled code: a shared CCACHE_DIR with the attacker's objects")
-def _(stage: Stage) -> Verdict:
+def _ccache(stage: Stage, *settings: str) -> Path:
+    """Return a shared cache of compilers' output, with settings that the attacker wrote into it."""
     if shutil.which("ccache", path="/usr/bin:/bin") is None:
         raise SkippedError("there is no ccache")
-    cache = stage.shared("ccache")
-    given = {"CCACHE_DIR": str(cache), "CCACHE_UMASK": "000", "CCACHE_TEMPDIR": "/tmp"}
+    cache = stage.shared("ccache", 0o2777)
+    (cache / "ccache.conf").write_text("\n".join(settings))
+    stage.other.give(cache / "ccache.conf")
+    return cache
+
+
+@attack("4a", "compiled code: a shared CCACHE_DIR with the attacker's settings")
+def _(stage: Stage) -> Verdict:
+    program = stage.scratch / "program"
+    program.write_text(f'#!/bin/sh\n: > {stage.marks}/$(id -u)-$$-library\nexec "$@"\n')
+    program.chmod(0o755)
+    cache = _ccache(stage, f"prefix_command = {program}")
+    return _looked(stage, "library", "prepare", "tiny", CCACHE_DIR=str(cache))
+
+
+@attack("4b", "compiled code: a shared CCACHE_DIR with the attacker's objects")
+def _(stage: Stage) -> Verdict:
+    cache = _ccache(stage, "hash_dir = false", "umask = 000")
+    given = {"CCACHE_DIR": str(cache)}
     own = stage.other.home / "extensions"
     own.mkdir()
     stage.other.give(own)
