@@ -120,7 +120,7 @@ def _(stage: Stage) -> Verdict:
         **given | {"CCACHE_HARDLINK": "1", "TORCH_EXTENSIONS_DIR": str(own)},
         DS_ACCELERATOR="cpu",
     )
-    said = filled.end(400)
+    said = filled.end(900)
     evil = _library(stage, stage.folder / "evil.o", "-c").read_bytes()
     objects = [
         path
@@ -133,7 +133,7 @@ def _(stage: Stage) -> Verdict:
         path.chmod(0o666)
         path.write_bytes(evil.ljust(path.stat().st_size, b"\0"))
     victim = stage.so_tui("prepare", "tiny", **given)
-    victim.end(400)
+    victim.end(900)
     return judged(stage.ran("library"), stage.ran("library"), last_line(victim))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import PROJECT, Command, Stage
+from benchmarks.attacks.stage import PROJECT, Stage
 
 _SECRET = "the owner's private words"
 _COMMAND_S = 120.0
@@ -81,7 +81,9 @@ def _(stage: Stage) -> Verdict:
     stage.other.give(folder)
     victim = stage.so_tui("data", "tiny", "--set", f"data.source={folder}")
     said = victim.end(_COMMAND_S)
-    return judged("private words" in said, "`data` shows the private text as a row", last_line(victim))
+    return judged(
+        "private words" in said, "`data` shows the private text as a row", last_line(victim)
+    )
 
 
 @attack("9a", "prepared rows in a shared HF_HOME that the attacker filled first")
@@ -169,21 +171,16 @@ def _(stage: Stage) -> Verdict:
     stub = f"import os, pathlib\nMARKS = {str(stage.marks)!r}\n{_KERNELS}"
     (packages / "kernels.py").write_text(stub)
     path = f"{packages}:{stage.owner.python_path}"
-    asked, victim = [], None
-    for key in ("_attn_implementation", "attn_implementation", "_attn_implementation_internal"):
-        for name in _NAMES:
-            model = stage.scratch / "model"
-            shutil.rmtree(model, ignore_errors=True)
-            shutil.copytree(stage.ground.export, model)
-            config = json.loads((model / "config.json").read_text()) | {key: name}
-            (model / "config.json").write_text(json.dumps(config))
-            stage.other.give(model)
-            answer = ("--prompt", "hello", "--max-tokens", "2")
-            victim = stage.so_tui("generate", str(model), *answer, PYTHONPATH=path)
-            victim.end(_COMMAND_S)
-            if stage.ran("kernel"):
-                asked.append(f"{key} = {name}")
-                for mark in stage.marks.iterdir():
-                    mark.unlink()
-    assert isinstance(victim, Command)
-    return judged(asked, f"a kernel was asked for by {', '.join(asked)}", last_line(victim))
+    asked, said = [], ""
+    for number, name in enumerate(_NAMES):
+        model = stage.exported(stage.scratch / f"model{number}", stage.other)
+        config = json.loads((model / "config.json").read_text()) | {"_attn_implementation": name}
+        (model / "config.json").write_text(json.dumps(config))
+        answer = ("--prompt", "hello", "--max-tokens", "2")
+        victim = stage.so_tui("generate", str(model), *answer, PYTHONPATH=path)
+        victim.end(_COMMAND_S)
+        said = last_line(victim)
+        asked += [mark.read_text() for mark in stage.marks.iterdir()]
+        for mark in stage.marks.iterdir():
+            mark.unlink()
+    return judged(asked, f"asked for {', '.join(asked)}", said)

@@ -206,10 +206,21 @@ class Stage:
     def run_of(self, user: User, folder: Path) -> Path:
         """Give a user a copy of a run that has finished, which everybody can read."""
         shutil.copytree(self.ground.run, folder)
+        return self.published(folder, user)
+
+    def published(self, folder: Path, user: User) -> Path:
+        """Give a user a folder that everybody can read."""
         user.give(folder)
         for path in (folder, *folder.rglob("*")):
             path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return folder
+
+    def exported(self, folder: Path, user: User, template: str = "") -> Path:
+        """Give a user an export that everybody can read, with a chat template."""
+        shutil.copytree(self.ground.export, folder)
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+        return self.published(folder, user)
 
     def slurm(self) -> tuple[str, Path]:
         """Return a PATH with a Slurm that only records, slowly, and where it writes a script."""
