@@ -76,31 +76,35 @@ def bait(runs: str, changes: str) -> None:
     print(run.path)
 
 
-def exchange(pattern: str, instead: str) -> None:
-    """Put a folder in the place of the one that a command line names; the first group of the
-    pattern is its path.
+def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> None:
+    """Put a folder in the place of another one when a command line matches.
+
+    Args:
+        pattern: What the command line has. Its group is the folder's path, if none is given.
+        instead: The folder to put there.
+        folder: The folder to exchange.
+        lock: A file to keep in it for a while: torch waits for that, and then loads a library
+            without compiling it.
     """
-    folder = Path(_seen(pattern)[1])
+    found = _seen(pattern)
+    place = Path(folder or found[1])
+    while not place.exists():
+        time.sleep(0.001)
     try:
-        folder.rename(folder.with_name(f"{folder.name}.taken"))
+        place.rename(place.with_name(f"{place.name}.taken"))
     except PermissionError:  # only a folder above can be renamed
-        parent = folder.parent
-        parent.rename(parent.with_name(f"{parent.name}.taken"))
-        parent.mkdir()
-        parent.chmod(0o777)
-    Path(instead).rename(folder)
-    print(f"exchanged {folder}", flush=True)
-
-
-def script(pattern: str, label: str) -> None:
-    """Put a script of the attacker's where a command line names a script."""
-    path = Path(_seen(pattern)[1])
-    run = path.parents[2]
-    run.rename(run.with_name(f"{run.name}.taken"))
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#!/bin/bash\n# {label}\n")
-    _open_to_all(run)
-    print(f"exchanged {run}", flush=True)
+        above = place.parent
+        above.rename(above.with_name(f"{above.name}.taken"))
+        above.mkdir()
+        above.chmod(0o777)
+    Path(instead).rename(place)
+    print(f"exchanged {place}", flush=True)
+    until = time.monotonic() + 30
+    while lock and time.monotonic() < until:
+        (place / lock).touch()
+        time.sleep(0.0005)
+    if lock:
+        (place / lock).unlink()
 
 
 def turn(watched: str, link: str, target: str) -> None:
@@ -111,32 +115,6 @@ def turn(watched: str, link: str, target: str) -> None:
         ready.rename(link)
         print("turned", flush=True)
         return
-
-
-def swap(pattern: str, folder: str, instead: str, inner: str) -> None:
-    """Put a folder in the place of a named one when a command line matches, and keep a lock in it
-    for a while: torch waits for that, and then loads the library without compiling it.
-    """
-    _seen(pattern)
-    place = Path(folder)
-    while not place.exists():
-        time.sleep(0.001)
-    place.rename(f"{folder}.taken")
-    Path(instead).rename(place)
-    print(f"exchanged {folder}", flush=True)
-    lock, until = place / inner / "lock", time.monotonic() + 30
-    while time.monotonic() < until:
-        lock.touch()
-        time.sleep(0.0005)
-    lock.unlink(missing_ok=True)
-
-
-def replace(folder: str, instead: str) -> None:
-    """Put a folder in the place of another one."""
-    place = Path(folder)
-    place.rename(f"{folder}.taken")
-    Path(instead).rename(place)
-    print("replaced")
 
 
 def rewrite(old: str, new: str, *files: str) -> None:
@@ -150,7 +128,7 @@ def rewrite(old: str, new: str, *files: str) -> None:
 
 
 _PARTS: dict[str, Callable[..., None]] = {
-    part.__name__: part for part in (bait, exchange, script, turn, swap, replace, rewrite)
+    part.__name__: part for part in (bait, exchange, turn, rewrite)
 }
 
 if __name__ == "__main__":

@@ -24,21 +24,17 @@ __attribute__((constructor)) static void run(void) {
     if (mark) { fputs("a library of the attacker", mark); fclose(mark); }
 }
 """
-_COMPILE = (
-    "from superoffload.deepspeed_adapter.engine import load_cpu_adam; import torch; load_cpu_adam()"
-)
 
 
-def _library(stage: Stage, to: Path, *options: str) -> Path:
-    """Compile a library, or an object, that tells who loaded it."""
+def _library(stage: Stage, to: Path) -> None:
+    """Compile a library that tells who loaded it."""
     source = stage.folder / "library.c"
     source.write_text(_LIBRARY)
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise SkippedError("there is no C compiler")
     marks = f'-DMARKS="{stage.marks}"'
-    subprocess.run([compiler, "-fPIC", marks, *options, "-o", to, source], check=True)
-    return to
+    subprocess.run([compiler, "-shared", "-fPIC", marks, "-o", to, source], check=True)
 
 
 def _exchanged_cache(stage: Stage, cache: Path, exchanged: Path, **options: str) -> Verdict:
@@ -55,11 +51,12 @@ def _exchanged_cache(stage: Stage, cache: Path, exchanged: Path, **options: str)
     bait = stage.scratch / "compiled"
     folder = bait / extensions.relative_to(exchanged) / "cpu_adam"
     folder.mkdir(parents=True)
-    _library(stage, folder / "cpu_adam.so", "-shared")
+    _library(stage, folder / "cpu_adam.so")
     stage.other.give(bait)
     for path in (bait, *bait.rglob("*")):
         path.chmod(0o777)
-    attacker = stage.attacks("swap", stage.rank, exchanged, bait, folder.relative_to(bait))
+    lock = folder.relative_to(bait) / "lock"
+    attacker = stage.attacks("exchange", stage.rank, bait, exchanged, lock)
     given = ("--set", "offload.engine=deepspeed", "--set", "offload.mode=zerooffload")
     victim = stage.train(*given, **options)
     victim.wait(lambda: stage.ran("library"), 90)
@@ -88,53 +85,18 @@ def _(stage: Stage) -> Verdict:
     return _exchanged_cache(stage, cache, cache / "so-tui")
 
 
-def _ccache(stage: Stage, *settings: str) -> Path:
-    """Return a shared cache of compilers' output, with settings that the attacker wrote into it."""
+@attack("4", "compiled code: a shared CCACHE_DIR with the attacker's settings")
+def _(stage: Stage) -> Verdict:
+    """Objects that the attacker compiled could be in it as well, which takes minutes to show."""
     if shutil.which("ccache", path="/usr/bin:/bin") is None:
         raise SkippedError("there is no ccache")
-    cache = stage.shared("ccache", 0o2777)
-    (cache / "ccache.conf").write_text("\n".join(settings))
-    stage.other.give(cache / "ccache.conf")
-    return cache
-
-
-@attack("4a", "compiled code: a shared CCACHE_DIR with the attacker's settings")
-def _(stage: Stage) -> Verdict:
     program = stage.scratch / "program"
     program.write_text(f'#!/bin/sh\n: > {stage.marks}/$(id -u)-$$-library\nexec "$@"\n')
     program.chmod(0o755)
-    cache = _ccache(stage, f"prefix_command = {program}")
+    cache = stage.shared("ccache", 0o2777)
+    (cache / "ccache.conf").write_text(f"prefix_command = {program}\n")
+    stage.other.give(cache / "ccache.conf")
     return _looked(stage, "library", "prepare", "tiny", CCACHE_DIR=str(cache))
-
-
-@attack("4b", "compiled code: a shared CCACHE_DIR with the attacker's objects")
-def _(stage: Stage) -> Verdict:
-    cache = _ccache(stage, "hash_dir = false", "umask = 000")
-    given = {"CCACHE_DIR": str(cache)}
-    own = stage.other.home / "extensions"
-    own.mkdir()
-    stage.other.give(own)
-    filled = stage.begin(
-        stage.other,
-        *(stage.other.interpreter, "-P", "-c", _COMPILE),
-        **given | {"CCACHE_HARDLINK": "1", "TORCH_EXTENSIONS_DIR": str(own)},
-        DS_ACCELERATOR="cpu",
-    )
-    said = filled.end(900)
-    evil = _library(stage, stage.folder / "evil.o", "-c").read_bytes()
-    objects = [
-        path
-        for path in cache.rglob("*W")
-        if path.stat().st_size > len(evil) and path.stat().st_uid == stage.other.uid
-    ]
-    if not objects:
-        raise RuntimeError(f"the attacker's compiler filled no cache: {said[-300:]}")
-    for path in objects:
-        path.chmod(0o666)
-        path.write_bytes(evil.ljust(path.stat().st_size, b"\0"))
-    victim = stage.so_tui("prepare", "tiny", **given)
-    victim.end(900)
-    return judged(stage.ran("library"), stage.ran("library"), last_line(victim))
 
 
 def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, str]]:
@@ -241,9 +203,10 @@ def _(stage: Stage) -> Verdict:
     evil = _foreign_preset(stage, bait / "presets" / "mine.toml")
     evil.write_text(evil.read_text().replace('"foreign"', '"mine"'))
     stage.other.give(bait)
-    said = stage.attacks("replace", config / "so-tui", bait).end(20)
-    if "replaced" not in said:
-        raise RuntimeError(f"the attacker replaced nothing: {said[-300:]}")
+    mine = config / "so-tui"
+    moved = stage.begin(stage.other, "sh", "-ec", f"mv {mine} {mine}.taken; mv {bait} {mine}")
+    if said := moved.end(20):
+        raise RuntimeError(f"the attacker exchanged nothing: {said[-300:]}")
     return _looked(stage, "foreign", "data", "mine")
 
 

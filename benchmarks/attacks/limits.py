@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ _FOREVER = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}"
 )
+_PLAIN = "{% for each in messages %}{{ each.content }}{{ eos_token }}{% endfor %}"
 _BUSY_S = 8.0
 """Of a processor: more than a helper's imports take."""
 _GRACE_S = 10.0
@@ -55,7 +55,9 @@ def _used_s(processes: list[psutil.Process]) -> float:
 
 def _looping(stage: Stage, command: str) -> list[str]:
     """Return the arguments of a command whose helper renders a template that does not end."""
-    model = str(stage.exported(stage.scratch / "model", stage.other, _FOREVER))
+    asked = f"{{% if messages[-1].content == 'hello' %}}{_FOREVER}{{% endif %}}" + _PLAIN
+    template = asked if command == "chat" else _FOREVER
+    model = str(stage.exported(stage.scratch / "model", stage.other, template))
     tokenizer = ["--set", f"model.tokenizer={model}"]
     return {
         "generate": ["generate", model, "--prompt", "hello"],
@@ -116,7 +118,6 @@ def _drain(terminal: int) -> None:
 def _(stage: Stage) -> Verdict:
     given = _looping(stage, "chat")
     with _on_terminal(stage, *given, controls=True) as (victim, terminal):
-        loaded = functools.partial(_used_s, _helpers(stage))
         victim.wait(lambda: _used_s(_helpers(stage)) > 2, _WAIT_S)
         before = -1.0
         while (now := _used_s(_helpers(stage))) != before:  # until it waits for a question
@@ -137,33 +138,31 @@ def _(stage: Stage) -> Verdict:
     return judged(still > 0.3, f"it used {still:.1f} s of the next 3 s", "the helper ended")
 
 
-def _spins(number: str, screen: str) -> None:
-    @attack(number, f"{screen} spins when its terminal is gone without SIGHUP")
-    def _(stage: Stage) -> Verdict:
-        given = [screen]
-        if screen == "chat":
-            given += [str(stage.exported(stage.owner.home / "model", stage.owner))]
-        with _on_terminal(stage, *given, controls=False) as (victim, terminal):
-            mine = functools.partial(stage.processes, stage.owner, f"so_tui {screen}")
-            victim.wait(lambda: _used_s(mine()) > 1, 60)
-            time.sleep(5)
-            if victim.process.poll() is not None:
-                raise RuntimeError(f"there was no screen: {last_line(victim)}")
-            os.close(terminal)
-            time.sleep(_GRACE_S)
-            before = _used_s(mine())
-            time.sleep(5)
-            used = _used_s(mine()) - before
-        ended = victim.process.poll() is not None
-        return judged(used > 0.5, f"it used {used:.1f} s of 5 s", f"ended: {ended}")
+@attack("14", "chat spins when its terminal is gone without SIGHUP")
+def _(stage: Stage) -> Verdict:
+    model = stage.exported(stage.owner.home / "model", stage.owner)
+    with _on_terminal(stage, "chat", str(model), controls=False) as (victim, terminal):
+        mine = functools.partial(stage.processes, stage.owner, "so_tui chat")
+        victim.wait(lambda: _used_s(mine()) > 1, 60)
+        time.sleep(5)
+        if victim.process.poll() is not None:
+            raise RuntimeError(f"there was no screen: {last_line(victim)}")
+        os.close(terminal)
+        time.sleep(_GRACE_S)
+        before = _used_s(mine())
+        time.sleep(5)
+        used = _used_s(mine()) - before
+    ended = victim.process.poll() is not None
+    return judged(used > 0.5, f"it used {used:.1f} s of 5 s", f"ended: {ended}")
 
 
-_spins("14a", "chat")
-_spins("14b", "settings")
-
-
-def _bounded(stage: Stage, *arguments: str) -> Verdict:
-    """Run a command, and end it where it has used more than anything may."""
+def bounded(
+    stage: Stage,
+    *arguments: str,
+    largest_bytes: int = _LARGEST_BYTES,
+    longest_s: float = _LONGEST_S,
+) -> Verdict:
+    """Run a command, and end it where it has used more than it may."""
     program = (stage.owner.interpreter, "-P", "-m", "so_tui", *arguments)
     victim = stage.begin(stage.owner, "choom", "-n", "1000", "--", *program)
     began, most, used = time.monotonic(), 0, 0.0
@@ -173,14 +172,14 @@ def _bounded(stage: Stage, *arguments: str) -> Verdict:
             with contextlib.suppress(psutil.Error):
                 now += process.memory_info().rss
         most, used = max(most, now), max(used, _used_s(living))
-        if most > _LARGEST_BYTES or used > _LONGEST_S:
+        if most > largest_bytes or used > longest_s:
             break
         time.sleep(0.05)
     ended = victim.process.poll() is not None
     stage.kill_all()
     figures = f"{most / 1e9:.1f} GB, {used:.0f} s of processors"
-    too_much = most > _LARGEST_BYTES or not ended
-    return judged(too_much, f"{figures}, not ended", f"{figures}; {last_line(victim)}")
+    too_much = most > largest_bytes or used > longest_s or not ended
+    return judged(too_much, f"{figures}, ended: {ended}", f"{figures}; {last_line(victim)}")
 
 
 def _grows(number: str, title: str) -> Callable[[Callable[[Stage], Path]], None]:
@@ -192,7 +191,7 @@ def _grows(number: str, title: str) -> Callable[[Callable[[Stage], Path]], None]
             stage.scratch.joinpath("data").mkdir()
             source = make(stage)
             stage.published(stage.scratch / "data", stage.other)
-            return _bounded(stage, "data", "tiny", "--set", f"data.source={source}")
+            return bounded(stage, "data", "tiny", "--set", f"data.source={source}")
 
     return registered
 
@@ -204,7 +203,7 @@ def _(stage: Stage) -> Verdict:
         "{% set all.texts = all.texts + ['x' * 9999999 ~ a] %}{% endfor %}"
     )
     model = stage.exported(stage.scratch / "model", stage.other, template)
-    return _bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
+    return bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
 
 
 @attack("15b", "data without bounds: a tokenizer whose normaliser multiplies")
@@ -214,7 +213,7 @@ def _(stage: Stage) -> Verdict:
     tenfold = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 10}
     tree["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 8}
     (model / "tokenizer.json").write_text(json.dumps(tree))
-    return _bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
+    return bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
 
 
 @_grows("15c", "a Parquet file of one text, five million times")
@@ -294,7 +293,7 @@ def _(stage: Stage) -> Verdict:
     config = json.loads((model / "config.json").read_text())
     config |= {"num_hidden_layers": 10**6, "layer_types": None}
     (model / "config.json").write_text(json.dumps(config))
-    return _bounded(stage, "generate", str(model), "--prompt", "hello")
+    return bounded(stage, "generate", str(model), "--prompt", "hello")
 
 
 _WRONG = {
@@ -325,6 +324,3 @@ def _(stage: Stage) -> Verdict:
     tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     (model / "tokenizer.json").write_text(json.dumps(tree))
     return _told(stage, model)
-
-
-assert sys.platform == "linux"

@@ -27,7 +27,7 @@ def _bait(stage: Stage, folder: Path) -> Path:
     return Path(said.strip())
 
 
-def _exchanged(stage: Stage, bait: Path, victim: Command, attacker: Command) -> Verdict:
+def _exchanged(stage: Stage, victim: Command, attacker: Command) -> Verdict:
     """Tell whether code of the bait ran before the victim's command ended."""
     victim.wait(lambda: stage.ran("exchanged"), _RUN_S)
     said = attacker.text.strip()
@@ -49,7 +49,7 @@ def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     bait = _bait(stage, runs / "bait")
     attacker = stage.attacks("exchange", stage.rank, bait)
-    return _exchanged(stage, bait, stage.train("--runs-dir", str(runs)), attacker)
+    return _exchanged(stage, stage.train("--runs-dir", str(runs)), attacker)
 
 
 @attack("1b", "run exchanged in so-tui's own folder, made with umask 002", race=True)
@@ -59,7 +59,7 @@ def _(stage: Stage) -> Verdict:
     home.chmod(0o750)
     bait = _bait(stage, stage.scratch / "bait")
     attacker = stage.attacks("exchange", stage.rank, bait)
-    return _exchanged(stage, bait, stage.train(umask=0o002, group=PROJECT), attacker)
+    return _exchanged(stage, stage.train(umask=0o002, group=PROJECT), attacker)
 
 
 @attack("1c", "run exchanged below a folder that the attacker made in a sticky one", race=True)
@@ -70,7 +70,7 @@ def _(stage: Stage) -> Verdict:
     above.chmod(0o777)
     bait = _bait(stage, stage.scratch / "bait")
     attacker = stage.attacks("exchange", stage.rank, bait)
-    return _exchanged(stage, bait, stage.train(XDG_STATE_HOME=str(stage.scratch)), attacker)
+    return _exchanged(stage, stage.train(XDG_STATE_HOME=str(stage.scratch)), attacker)
 
 
 @attack("1d", "run exchanged while it is resumed", race=True)
@@ -80,22 +80,25 @@ def _(stage: Stage) -> Verdict:
     bait = _bait(stage, runs / "bait")
     attacker = stage.attacks("exchange", stage.rank, bait)
     resume = ("resume", "mine", "--runs-dir", str(runs), "--plain", "--set", "train.steps=6")
-    return _exchanged(stage, bait, stage.so_tui(*resume), attacker)
+    return _exchanged(stage, stage.so_tui(*resume), attacker)
 
 
 @attack("1e", "job.sh exchanged before sbatch reads it", race=True)
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     path, record = stage.slurm()
-    attacker = stage.attacks("script", rf"({stage.folder}[^\0]+job\.sh)", "the attacker's script")
-    place = ("--partition", "p")
-    victim = stage.train(*place, "--runs-dir", str(runs), how="--detach", PATH=path)
-    said = victim.end(60)
+    script = runs / "bait" / "attempts" / "001" / "job.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/bash\n# the attacker's script\n")
+    stage.published(runs / "bait", stage.other)
+    pattern = rf"({stage.folder}[^\0]+)/attempts/001/job\.sh"
+    attacker = stage.attacks("exchange", pattern, runs / "bait")
+    where = ("--partition", "p", "--runs-dir", str(runs))
+    said = stage.train(*where, how="--detach", PATH=path).end(60)
     if not record.exists():
         raise RuntimeError(f"nothing was submitted: {said[-500:]}")
-    script = record.read_text()
-    evidence = f"sbatch got {script.splitlines()[1][:60]!r}; {attacker.text.strip()}"
-    return judged("attacker" in script, evidence)
+    got = record.read_text().splitlines()[1]
+    return judged("attacker" in got, f"sbatch got {got[:60]!r}; {attacker.text.strip()}")
 
 
 def _turned(stage: Stage, *command: str, **model: object) -> Verdict:

@@ -134,7 +134,7 @@ class Stage:
                 cwd="/",
                 stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=file if terminal is None else terminal,
-                stderr=subprocess.STDOUT if terminal is None else file,
+                stderr=subprocess.STDOUT if terminal is None else terminal,
                 start_new_session=True,
             )
         return Command(process, output)
