@@ -96,9 +96,8 @@ def _on_terminal(stage: Stage, *arguments: str, controls: bool) -> Iterator[tupl
     os.fchown(theirs, stage.owner.uid, -1)
     python = stage.owner.interpreter
     takes = [python, "-I", "-c", _TAKE_TERMINAL] if controls else []
-    size = {"TERM": "xterm-256color", "LINES": "40", "COLUMNS": "120"}
     program = [*takes, python, "-P", "-m", "so_tui", *arguments]
-    victim = stage.begin(stage.owner, *program, terminal=theirs, **size)
+    victim = stage.begin(stage.owner, *program, terminal=theirs, TERM="xterm-256color")
     os.close(theirs)
     threading.Thread(target=_drain, args=(mine,), daemon=True).start()
     try:
