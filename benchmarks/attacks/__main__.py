@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.attacks import stage
-from benchmarks.attacks.attack import ATTACKS, Attack, Verdict
+from benchmarks.attacks.attack import ATTACKS, Attack, Outcome, Verdict
 
 _PARTS = ("others", "code", "foreign", "limits", "faults")
 _TIMES = 5
+_WEIGHT: tuple[Outcome, ...] = ("SKIPPED", "HELD", "BROKEN", "SUCCEEDED")
+"""What a success, or a broken try, shows says more than what held."""
 
 
 def main() -> int:
@@ -28,10 +30,11 @@ def main() -> int:
     arguments = _parser().parse_args()
     for part in _PARTS:
         importlib.import_module(f"benchmarks.attacks.{part}")
+    ATTACKS.sort(key=lambda each: (int(_finding(each)), each.id))
     chosen = [
         each
         for each in ATTACKS
-        if not arguments.only or any(_is_named(each, name) for name in arguments.only)
+        if not arguments.only or {each.id, _finding(each)} & {*arguments.only}
     ]
     if arguments.list or not chosen:
         for each in ATTACKS:
@@ -51,9 +54,9 @@ def main() -> int:
     return 2 if outcomes["BROKEN"] else int(outcomes["SUCCEEDED"] > 0)
 
 
-def _is_named(each: Attack, name: str) -> bool:
-    """Return whether a name is an attack's, or the number of its finding."""
-    return name in (each.id, each.id.rstrip("abcdefghijklmnopqrstuvwxyz"))
+def _finding(each: Attack) -> str:
+    """Return the number of an attack's finding."""
+    return each.id.rstrip("abcdefghijklmnopqrstuvwxyz")
 
 
 def _tried(each: Attack, common: stage.Ground, times: int, *, verbose: bool) -> Sequence[str]:
@@ -71,15 +74,11 @@ def _tried(each: Attack, common: stage.Ground, times: int, *, verbose: bool) -> 
             verdicts.append(Verdict("BROKEN", f"{type(error).__name__}: {error}"))
     counts = Counter(verdict.outcome for verdict in verdicts)
     told = ", ".join(f"{name} {counts[name]}/{times}" for name in sorted(counts))
-    # What a success, or a broken try, shows says more than what held.
-    shown = max(verdicts, key=lambda verdict: (*_WEIGHT, verdict.outcome).index(verdict.outcome))
+    shown = max(verdicts, key=lambda verdict: _WEIGHT.index(verdict.outcome))
     evidence = " ".join(shown.evidence.split()).replace("|", "\\|")[:300]
     seconds = (time.monotonic() - began) / times
     print(f"| {each.id} | {each.title} | {told} | {seconds:.0f} | {evidence} |", flush=True)
     return [verdict.outcome for verdict in verdicts]
-
-
-_WEIGHT = ("SKIPPED", "HELD", "BROKEN", "SUCCEEDED")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ class Attack:
 
 
 ATTACKS: list[Attack] = []
-"""In the order of the findings."""
+"""All of them."""
 
 
 def attack(

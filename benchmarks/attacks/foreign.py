@@ -106,7 +106,7 @@ def _(stage: Stage) -> Verdict:
     return judged("forged" in said, "`data` shows the attacker's row", last_line(victim))
 
 
-def _resumes(number: str, title: str, tamper: Callable[[Stage, Path], object]) -> None:
+def _resumes(number: str, title: str, tamper: Callable[[Stage, Path], None]) -> None:
     """Register an attack on a part of a run that ``resume`` reads."""
 
     @attack(number, f"resume accepts {title}")
@@ -120,8 +120,9 @@ def _resumes(number: str, title: str, tamper: Callable[[Stage, Path], object]) -
         return judged("finished at step 5" in said, "it trained on", last_line(victim))
 
 
-def _open_to_all(path: Path) -> None:
-    path.chmod(0o777 if path.is_dir() else 0o666)
+def _open_to_all(*paths: Path) -> None:
+    for path in paths:
+        path.chmod(0o777 if path.is_dir() else 0o666)
 
 
 def _newest(run: Path) -> Path:
@@ -146,10 +147,18 @@ _resumes(
     "9b", "checkpoints that others can write", lambda _, run: _open_to_all(run / "checkpoints")
 )
 _resumes("9c", "a checkpoint that others can write", lambda _, run: _open_to_all(_newest(run)))
-_resumes("9d", "an earlier attempt", lambda _, run: _open_to_all(run / "attempts/001"))
-_resumes("9e", "a launch", lambda _, run: _open_to_all(run / "attempts/001/launch.json"))
 _resumes(
-    "9f", "metrics", lambda _, run: [_open_to_all(each) for each in (run / "metrics").iterdir()]
+    "9d",
+    "an earlier attempt that others can write",
+    lambda _, run: _open_to_all(run / "attempts/001"),
+)
+_resumes(
+    "9e",
+    "a launch that others can write",
+    lambda _, run: _open_to_all(run / "attempts/001/launch.json"),
+)
+_resumes(
+    "9f", "metrics that others can write", lambda _, run: _open_to_all(*(run / "metrics").iterdir())
 )
 _resumes("9g", "another user's manifest of a checkpoint", _given_away)
 _resumes("9h", "checkpoints as a link to another user's", _linked)
