@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+FORBIDDEN = "the kernel forbids it"
+"""What is said where an attack ends, because somebody else may not write there."""
 _LIMIT_S = 180.0
 _LOOKS_INTO = 0x20 | 0x10 | 0x1
 """inotify: opened, closed after reading, read."""
@@ -92,7 +94,7 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
         time.sleep(0.001)
     try:
         place.rename(place.with_name(f"{place.name}.taken"))
-    except PermissionError:  # only a folder above can be renamed
+    except PermissionError:  # perhaps a folder above can be renamed
         above = place.parent
         above.rename(above.with_name(f"{above.name}.taken"))
         above.mkdir()
@@ -132,4 +134,7 @@ _PARTS: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
-    _PARTS[sys.argv[1]](*sys.argv[2:])
+    try:
+        _PARTS[sys.argv[1]](*sys.argv[2:])
+    except PermissionError as denied:
+        print(f"{FORBIDDEN}: {denied}", flush=True)

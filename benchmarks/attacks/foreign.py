@@ -88,20 +88,24 @@ def _(stage: Stage) -> Verdict:
 
 @attack("9a", "prepared rows in a shared HF_HOME that the attacker filled first")
 def _(stage: Stage) -> Verdict:
-    home = str(stage.shared("huggingface", 0o2777))
+    home, own = stage.shared("huggingface", 0o2777), stage.other.home / "huggingface"
     source = stage.scratch / "rows.jsonl"
     source.write_text(json.dumps({"text": "an honest row of the owner"}) + "\n")
     stage.owner.give(source)
     command = ("data", "tiny", "--set", f"data.source={source}")
     program = (stage.other.interpreter, "-P", "-m", "so_tui")
-    first = stage.begin(stage.other, *program, *command, umask=0, HF_HOME=home)
+    first = stage.begin(stage.other, *program, *command, umask=0o077, HF_HOME=str(own))
     first.end(_COMMAND_S)
-    prepared = list(Path(home).rglob("*.arrow"))
-    for path in prepared:
-        path.write_bytes(path.read_bytes().replace(b"honest", b"forged"))
+    shutil.copytree(own, home, dirs_exist_ok=True)
+    stage.other.give(home)
+    prepared = list(home.rglob("*.arrow"))
     if not prepared:
         raise RuntimeError(f"the attacker prepared nothing: {last_line(first)}")
-    victim = stage.so_tui(*command, HF_HOME=home)
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o777)
+    for path in prepared:
+        path.write_bytes(path.read_bytes().replace(b"honest", b"forged"))
+    victim = stage.so_tui(*command, HF_HOME=str(home))
     said = victim.end(_COMMAND_S)
     return judged("forged" in said, "`data` shows the attacker's row", last_line(victim))
 

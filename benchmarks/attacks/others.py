@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from benchmarks.attacks.attack import Verdict, attack, judged
+from benchmarks.attacks.attacker import FORBIDDEN
 from benchmarks.attacks.stage import PROJECT, Command, Stage
 
 _RUN_S = 120.0
@@ -31,7 +32,7 @@ def _exchanged(stage: Stage, victim: Command, attacker: Command) -> Verdict:
     """Tell whether code of the bait ran before the victim's command ended."""
     victim.wait(lambda: stage.ran("exchanged"), _RUN_S)
     said = attacker.text.strip()
-    if "exchanged" not in said:
+    if "exchanged" not in said and FORBIDDEN not in said:
         raise RuntimeError(f"the attacker exchanged nothing: {said[-200:]} {victim.text[-500:]}")
     return judged(stage.ran("exchanged"), stage.ran("exchanged"), f"{said}; {last_line(victim)}")
 
