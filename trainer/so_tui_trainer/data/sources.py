@@ -113,10 +113,7 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         if kind == "parquet":
             _check_parquet(path, name)
         elif kind is not None:
-            with (
-                os.fdopen(open_descriptor(path), "rb") as stored,
-                _content(path, stored) as file,
-            ):
+            with os.fdopen(open_descriptor(path), "rb") as stored, _content(path, stored) as file:
                 _check_rows(file, name, is_table=kind == "csv")
                 if file is not stored:
                     _check_expansion(file, stored, name)

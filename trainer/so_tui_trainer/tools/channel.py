@@ -84,7 +84,9 @@ def _problem(error: BaseException) -> Problem:
         remedy = "Correct or remove it, or free some memory."
         return Problem("helper-out-of-memory", where, "", message, remedy)
     if isinstance(error, RecursionError):
-        return Problem("helper-too-deep", where, "", "is nested too deeply", "Correct or remove it.")
+        return Problem(
+            "helper-too-deep", where, "", "is nested too deeply", "Correct or remove it."
+        )
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         message = "would write a file beyond the largest size allowed"
         remedy = "Raise the limit of this shell or job (`ulimit -f`)."

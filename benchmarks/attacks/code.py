@@ -1,0 +1,236 @@
+"""Findings 3 to 6 and 8: code of others by way of caches, models and presets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from benchmarks.attacks.attack import Verdict, attack, judged
+from benchmarks.attacks.others import last_line
+from benchmarks.attacks.stage import PROJECT, SkippedError, Stage
+from so_tui.machine.software import EXTENSIONS, code_folders
+
+_COMMAND_S = 120.0
+_LIBRARY = """
+#include <stdio.h>
+#include <unistd.h>
+__attribute__((constructor)) static void run(void) {
+    char name[300];
+    snprintf(name, sizeof name, "%s/%d-%d-library", MARKS, (int)getuid(), (int)getpid());
+    FILE *mark = fopen(name, "w");
+    if (mark) { fputs("a library of the attacker", mark); fclose(mark); }
+}
+"""
+
+
+def _library(stage: Stage, to: Path) -> None:
+    """Compile a library that tells who loaded it."""
+    source = stage.folder / "library.c"
+    source.write_text(_LIBRARY)
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise SkippedError("there is no C compiler")
+    marks = f'-DMARKS="{stage.marks}"'
+    subprocess.run([compiler, "-shared", "-fPIC", marks, "-o", to, source], check=True)
+
+
+def _exchanged_cache(stage: Stage, cache: Path, exchanged: Path, **options: str) -> Verdict:
+    """Exchange a folder of compiled code right before ranks load DeepSpeed's CPU Adam from it.
+
+    Args:
+        stage: The stage.
+        cache: What XDG_CACHE_HOME is, or stands for.
+        exchanged: The folder in which, or above which, code is.
+        options: Of the victim's environment.
+    """
+    home = {"XDG_CACHE_HOME": str(cache), "HOME": str(stage.owner.home)}
+    extensions = Path(code_folders(home)[EXTENSIONS])
+    bait = stage.scratch / "compiled"
+    folder = bait / extensions.relative_to(exchanged) / "cpu_adam"
+    folder.mkdir(parents=True)
+    _library(stage, folder / "cpu_adam.so")
+    stage.other.give(bait)
+    for path in (bait, *bait.rglob("*")):
+        path.chmod(0o777)
+    lock = folder.relative_to(bait) / "lock"
+    attacker = stage.attacks("exchange", stage.rank, bait, exchanged, lock)
+    given = ("--set", "offload.engine=deepspeed", "--set", "offload.mode=zerooffload")
+    victim = stage.train(*given, **options)
+    victim.wait(lambda: stage.ran("library"), 90)
+    evidence = f"{attacker.text.strip() or 'nothing to exchange'}; {last_line(victim)}"
+    return judged(stage.ran("library"), stage.ran("library"), evidence)
+
+
+@attack("3a", "compiled code: XDG_CACHE_HOME sticky, with the attacker's so-tui in it", race=True)
+def _(stage: Stage) -> Verdict:
+    theirs = stage.scratch / "so-tui"
+    theirs.mkdir()
+    stage.other.give(theirs)
+    theirs.chmod(0o777)
+    cache = str(stage.scratch)
+    return _exchanged_cache(stage, stage.scratch, theirs / "compiled", XDG_CACHE_HOME=cache)
+
+
+@attack("3b", "compiled code: ~/.cache that the project can write", race=True)
+def _(stage: Stage) -> Verdict:
+    cache = stage.owner.home / ".cache"
+    (cache / "so-tui").mkdir(parents=True)
+    stage.owner.give(cache)
+    for folder, mode in ((stage.owner.home, 0o750), (cache, 0o775), (cache / "so-tui", 0o700)):
+        os.chown(folder, stage.owner.uid, PROJECT)
+        folder.chmod(mode)
+    return _exchanged_cache(stage, cache, cache / "so-tui")
+
+
+@attack("4", "compiled code: a shared CCACHE_DIR with the attacker's settings")
+def _(stage: Stage) -> Verdict:
+    """Objects that the attacker compiled could be in it as well, which takes minutes to show."""
+    if shutil.which("ccache", path="/usr/bin:/bin") is None:
+        raise SkippedError("there is no ccache")
+    program = stage.scratch / "program"
+    program.write_text(f'#!/bin/sh\n: > {stage.marks}/$(id -u)-$$-library\nexec "$@"\n')
+    program.chmod(0o755)
+    cache = stage.shared("ccache", 0o2777)
+    (cache / "ccache.conf").write_text(f"prefix_command = {program}\n")
+    stage.other.give(cache / "ccache.conf")
+    return _looked(stage, "library", "prepare", "tiny", CCACHE_DIR=str(cache))
+
+
+def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, str]]:
+    """Make a shared cache of the hub with a model whose code the owner trusts, and may have used.
+
+    Returns:
+        The model's folder in the cache, a preset of the owner's for it, and the environment.
+    """
+    home = stage.shared("huggingface")
+    model = home / "hub" / "models--people--own"
+    stage.model(model / "snapshots" / ("a" * 40), stage.owner, "honest")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("a" * 40)
+    for path in (home, *home.rglob("*")):
+        os.chown(path, stage.owner.uid, PROJECT)
+        path.chmod(0o2770 if path.is_dir() else 0o660)
+    preset = _own_preset(stage, "people/own")
+    given = {"HF_HOME": str(home)}
+    stage.so_tui("trust", "people/own", "--yes", **given).end(_COMMAND_S)
+    first = stage.so_tui("data", str(preset), **given).end(_COMMAND_S) if used else ""
+    if used and not stage.ran("honest"):
+        raise RuntimeError(f"the owner's own use of the model failed: {first[-300:]}")
+    return model, preset, given
+
+
+def _with_code(source: str) -> dict[str, object]:
+    return {"id": source, "weights": "pretrained", "trust_remote_code": True}
+
+
+def _own_preset(stage: Stage, source: str) -> Path:
+    path = stage.owner.home / "mine.toml"
+    return stage.preset(path, stage.owner, model=_with_code(source))
+
+
+def _looked(stage: Stage, label: str, *command: str, **options: str) -> Verdict:
+    """Tell whether a command ran the attacker's code."""
+    victim = stage.so_tui(*command, **options)
+    victim.wait(lambda: stage.ran(label), _COMMAND_S)
+    return judged(stage.ran(label), stage.ran(label), last_line(victim))
+
+
+@attack("5a", "a trusted model's code changed in a shared HF_HOME after it was read")
+def _(stage: Stage) -> Verdict:
+    model, preset, given = _hub_model(stage, used=False)
+    for path in model.rglob("*_own.py"):
+        path.write_text(path.read_text().replace("honest", "exchanged"))
+    return _looked(stage, "exchanged", "data", str(preset), **given)
+
+
+@attack("5b", "refs/main in a shared HF_HOME moved to another commit after its first use")
+def _(stage: Stage) -> Verdict:
+    model, preset, given = _hub_model(stage, used=True)
+    stage.model(model / "snapshots" / ("b" * 40), stage.other, "exchanged")
+    (model / "refs" / "main").write_text("b" * 40)
+    return _looked(stage, "exchanged", "data", str(preset), **given)
+
+
+@attack("5c", "a trusted folder's code changed while it is loaded", race=True)
+def _(stage: Stage) -> Verdict:
+    shared = stage.shared("models")
+    model = stage.model(shared / "own", stage.owner, "honest")
+    preset = _own_preset(stage, str(model))
+    files = [model / "configuration_own.py", model / "tokenization_own.py"]
+    for path in (model, *model.iterdir()):
+        os.chown(path, stage.owner.uid, PROJECT)
+        path.chmod(0o2770 if path.is_dir() else 0o660)
+    stage.so_tui("trust", str(model), "--yes").end(_COMMAND_S)
+    attacker = stage.attacks("rewrite", "honest", "exchanged", *files)
+    attacker.wait(lambda: "ready" in attacker.text, 20)
+    return _looked(stage, "exchanged", "data", str(preset))
+
+
+def _foreign_preset(stage: Stage, path: Path | None = None) -> Path:
+    evil = stage.model(stage.scratch / "evil", stage.other, "foreign")
+    path = path or stage.scratch / "theirs" / "preset.toml"
+    return stage.preset(path, stage.other, name="foreign", model=_with_code(str(evil)))
+
+
+def _looks_at(number: str, title: str, *command: str) -> None:
+    @attack(number, f"a foreign preset with trust_remote_code: {title}")
+    def _(stage: Stage) -> Verdict:
+        preset = str(_foreign_preset(stage))
+        words = [preset if word == "PRESET" else word for word in command]
+        return _looked(stage, "foreign", *words)
+
+
+_looks_at("6a", "data", "data", "PRESET")
+_looks_at("6b", "fetch", "fetch", "PRESET")
+_looks_at("6c", "prepare", "prepare", "PRESET")
+_looks_at("6d", "preflight of run --plain", "run", "PRESET", "--plain")
+_looks_at("6e", "preflight of run --detach", "run", "PRESET", "--detach")
+
+
+@attack("6f", "a preset exchanged in ~/.config that the project can write")
+def _(stage: Stage) -> Verdict:
+    presets = stage.owner.home / ".config" / "so-tui" / "presets"
+    stage.preset(presets / "mine.toml", stage.owner, name="mine")
+    config = stage.owner.home / ".config"
+    stage.owner.give(config)
+    for folder, mode in ((stage.owner.home, 0o750), (config, 0o775)):
+        os.chown(folder, stage.owner.uid, PROJECT)
+        folder.chmod(mode)
+    bait = stage.scratch / "config"
+    evil = _foreign_preset(stage, bait / "presets" / "mine.toml")
+    evil.write_text(evil.read_text().replace('"foreign"', '"mine"'))
+    stage.other.give(bait)
+    mine = config / "so-tui"
+    moved = stage.begin(stage.other, "sh", "-ec", f"mv {mine} {mine}.taken; mv {bait} {mine}")
+    if said := moved.end(20):
+        raise RuntimeError(f"the attacker exchanged nothing: {said[-300:]}")
+    return _looked(stage, "foreign", "data", "mine")
+
+
+_OPTIONS = (
+    "--container-image=evil",
+    "--container-mounts=/home:/home",
+    "--environment=evil",
+    "--uenv=evil",
+    "--bbf=evil",
+    "--nodelist=evil",
+    "--mail-user=evil",
+)
+
+
+@attack("8", "options of sbatch in a foreign preset")
+def _(stage: Stage) -> Verdict:
+    path, record = stage.slurm()
+    preset = stage.preset(
+        stage.scratch / "theirs" / "preset.toml",
+        stage.other,
+        slurm={"partition": "p", "options": _OPTIONS},
+    )
+    said = stage.so_tui("run", str(preset), "--detach", "--no-preflight", PATH=path)
+    last = said.end(_COMMAND_S)
+    script = record.read_text() if record.exists() else ""
+    found = [option for option in _OPTIONS if option in script]
+    return judged(found, f"the script has {' '.join(found)}", json.dumps(last[-200:]))
