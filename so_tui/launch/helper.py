@@ -28,7 +28,7 @@ from so_tui.launch.helper_limits import LONGEST_ANSWER, Lifeline, Watch, limits_
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
 from so_tui.trust.decoding import Tree
-from so_tui.trust.text import printable, quoted
+from so_tui.trust.text import quoted
 
 _LOG = logging.getLogger(__name__)
 _TERMINATE_S = 5.0
@@ -178,7 +178,8 @@ class ToolProcess:
         """Return the last lines that the helper wrote to stderr, and log them."""
         self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - _LARGEST_TAIL))
         lines = [line.rstrip() for line in self._errors if line.strip()]
-        _LOG.info("%s wrote:\n%s", self._name, printable("\n".join(lines)))
+        for line in lines:
+            _LOG.info("%s wrote: %s", self._name, line)
         return lines
 
     def _death(self, code: int, lines: list[str]) -> Problem:

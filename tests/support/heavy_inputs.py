@@ -46,10 +46,11 @@ def _data(path: Path) -> list[str]:
 
 def _gzipped(path: Path, *parts: tuple[bytes, int]) -> list[str]:
     """Write parts, each as often as it says, and return the command that reads the file."""
-    with gzip.open(path, "wb", compresslevel=6) as file:
+    with path.open("wb") as file:
         for part, times in parts:
+            compressed = gzip.compress(part)  # a member of the file, which may have many
             for _ in range(times):
-                file.write(part)
+                file.write(compressed)
     return _data(path)
 
 

@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
+from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
@@ -237,6 +238,18 @@ def test_an_untrainable_language_part_is_refused(tmp_path: Path) -> None:
     quantised = {"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}
     problem = refusal(lambda: described(tmp_path, **MULTIMODAL["gemma3"], **quantised))
     assert problem.code == "weights-quantised"
+
+
+def test_a_model_of_a_million_layers_is_refused(tmp_path: Path) -> None:
+    shape = {"model_type": "qwen3", "num_hidden_layers": 10**6}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for read in (
+        lambda: described(folder, **shape),
+        lambda: load_config(ModelSpec(id="x", weights="random", config=shape)),
+        lambda: of_folder(folder, ModelSpec(id=str(folder))),
+    ):
+        assert refusal(read).code == "model-too-deep"
 
 
 @pytest.fixture

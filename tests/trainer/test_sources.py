@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 import pytest
 
+from tests.support.heavy_inputs import INPUTS
 from tests.support.launching import tiny
 from tests.support.python_path import older_than
 from tests.support.rows import (
@@ -265,6 +266,27 @@ def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> Non
         for _ in range(40):
             file.write(bytes(1 << 20))
     assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("csv.gz with a header of 8 GB", "data-row-too-long"),
+        ("csv.gz with a row of 8 GB", "data-row-too-long"),
+        ("csv of 300,000 columns", "data-too-many-columns"),
+        ("row of 60,000 keys", "data-too-many-columns"),
+        ("60,000 rows of other keys", "data-too-many-columns"),
+        pytest.param("folder of 20,000 files", "data-too-many-files", marks=pytest.mark.slow),
+        pytest.param("jsonl.gz of 5.6 GB", "data-expands-too-much", marks=pytest.mark.slow),
+        pytest.param("gz with 4 GB of line ends", "data-expands-too-much", marks=pytest.mark.slow),
+    ],
+)
+def test_what_would_take_hours_is_refused(name: str, code: str, tmp_path: Path) -> None:
+    begun = time.process_time()
+    source = Path(INPUTS[name](tmp_path)[-1].partition("=")[2])
+    problem = source_refusal(source, tmp_path)
+    assert (problem.code, problem.value.partition(",")[0]) == (code, str(source))
+    assert time.process_time() - begun < 20
 
 
 def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:

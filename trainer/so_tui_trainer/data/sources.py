@@ -66,7 +66,7 @@ large. Content up to ``_CHECKED_BYTES`` is not judged.
 """
 _SCHEMA_BYTES = 10 << 20
 """What ``datasets`` takes the columns of JSON from."""
-_CHECKED_ROWS = 5_000_000
+_CHECKED_ROWS = 2_000_000
 """Lines that are looked at one by one."""
 _LONGEST_LIST_BYTES = 256 << 20
 """Of a file that is one JSON list: its reader holds all of it in memory, several times."""
@@ -205,6 +205,8 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
         and (line := file.readline(LONGEST_ROW_BYTES + 1))
     ):
         checked_bytes, row = checked_bytes + len(line), row + 1
+        if line.isspace():
+            continue
         if (
             not is_table
             and row == 1

@@ -77,20 +77,23 @@ def _problem(error: BaseException) -> Problem:
     """Return the problem of an error that names none itself."""
     where = next(iter(getattr(error, "__notes__", ())), f"tools.{Path(sys.argv[0]).stem}")
     if isinstance(error, SoTuiError | OffloadError):
-        message = str(error).removesuffix(".")
-        return Problem(getattr(error, "code", "") or "error", where, "", message, "")
-    code, message = "helper-failed", f"{type(error).__name__}: {first_line(error)}"
-    remedy = "`so-tui --verbose` with the same command shows where."
+        name = error.code if isinstance(error, OffloadError) and error.code else "error"
+        return Problem(name, where, "", str(error).removesuffix("."), "")
     if isinstance(error, MemoryError):
-        code, message = "helper-out-of-memory", "needs more memory than the system gives"
+        message = "needs more memory than the system gives"
         remedy = "Correct or remove it, or free some memory."
-    elif isinstance(error, RecursionError):
-        code, message = "helper-too-deep", "is nested too deeply"
-        remedy = "Correct or remove it."
-    elif isinstance(error, OSError) and error.errno == errno.EFBIG:
-        code, message = "file-size-limit", "would write a file beyond the largest size allowed"
+        return Problem("helper-out-of-memory", where, "", message, remedy)
+    if isinstance(error, RecursionError):
+        return Problem(
+            "helper-too-deep", where, "", "is nested too deeply", "Correct or remove it."
+        )
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        message = "would write a file beyond the largest size allowed"
         remedy = "Raise the limit of this shell or job (`ulimit -f`)."
-    return Problem(code, where, "", message, remedy)
+        return Problem("file-size-limit", where, "", message, remedy)
+    message = f"fails ({type(error).__name__}: {first_line(error)})"
+    remedy = "Correct or remove it; `so-tui --verbose` with the same command shows where it fails."
+    return Problem("helper-failed", where, "", message, remedy)
 
 
 def changed(
