@@ -79,11 +79,11 @@ def _(stage: Stage) -> Verdict:
     return _looks(stage)
 
 
-@attack("11b", "runs: a foreign run of 100,000 segments")
+@attack("11b", "runs: a foreign run of 200,000 segments")
 def _(stage: Stage) -> Verdict:
     run = _foreign_run(stage)
     line = (run / "metrics" / "000001.jsonl").read_bytes().splitlines(keepends=True)[-1]
-    for number in range(2, 100_000):
+    for number in range(2, 200_000):
         (run / "metrics" / f"{number:06d}.jsonl").write_bytes(line)
     stage.published(stage.scratch / "runs", stage.other)
     return _looks(stage)
