@@ -17,7 +17,7 @@ from benchmarks.attacks.stage import PROJECT, Stage
 from so_tui.runs import RunDirectory, read_state
 
 _COMMAND_S = 120.0
-_LOOKS_S, _LOOKS_BYTES = 12.0, 512 << 20
+_LOOKS_S, _LOOKS_BYTES = 8.0, 512 << 20
 """What a command that only looks at runs may use of processors and memory."""
 _SILENCE_S = 45.0
 
@@ -79,11 +79,11 @@ def _(stage: Stage) -> Verdict:
     return _looks(stage)
 
 
-@attack("11b", "runs: a foreign run of 200,000 segments")
+@attack("11b", "runs: a foreign run of 100,000 segments")
 def _(stage: Stage) -> Verdict:
     run = _foreign_run(stage)
     line = (run / "metrics" / "000001.jsonl").read_bytes().splitlines(keepends=True)[-1]
-    for number in range(2, 200_000):
+    for number in range(2, 100_000):
         (run / "metrics" / f"{number:06d}.jsonl").write_bytes(line)
     stage.published(stage.scratch / "runs", stage.other)
     return _looks(stage)
