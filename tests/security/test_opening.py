@@ -57,7 +57,6 @@ ALLOWED = {
     "trainer/so_tui_trainer/data/documents.py:Writer.publish": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:Writer.take": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:read": LIBRARY,
-    "trainer/so_tui_trainer/data/sources.py:_check_file": LIBRARY,
     "trainer/so_tui_trainer/data/sources.py:_json_columns": LIBRARY,
     "trainer/so_tui_trainer/data/sources.py:_separator": LIBRARY,
     "trainer/so_tui_trainer/data/tokens.py:_Worker.work": EMPTY,
