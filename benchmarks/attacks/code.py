@@ -91,7 +91,8 @@ def _(stage: Stage) -> Verdict:
     if shutil.which("ccache", path="/usr/bin:/bin") is None:
         raise SkippedError("there is no ccache")
     program = stage.scratch / "program"
-    program.write_text(f'#!/bin/sh\n: > {stage.marks}/$(id -u)-$$-library\nexec "$@"\n')
+    mark = f"{stage.marks}/$(id -u)-$$-library"
+    program.write_text(f'#!/bin/sh\necho a program of the attacker > {mark}\nexec "$@"\n')
     program.chmod(0o755)
     cache = stage.shared("ccache", 0o2777)
     (cache / "ccache.conf").write_text(f"prefix_command = {program}\n")

@@ -17,7 +17,7 @@ from benchmarks.attacks.stage import PROJECT, Stage
 from so_tui.runs import RunDirectory, read_state
 
 _COMMAND_S = 120.0
-_LOOKS_S, _LOOKS_BYTES = 12.0, 512 << 20
+_LOOKS_S, _LOOKS_BYTES = 8.0, 512 << 20
 """What a command that only looks at runs may use of processors and memory."""
 _SILENCE_S = 45.0
 

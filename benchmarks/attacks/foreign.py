@@ -143,6 +143,7 @@ def _linked(stage: Stage, run: Path) -> None:
     theirs = stage.scratch / "checkpoints"
     shutil.move(run / "checkpoints", theirs)
     stage.other.give(theirs)
+    _open_to_all(theirs)
     (run / "checkpoints").symlink_to(theirs)
     os.lchown(run / "checkpoints", stage.owner.uid, stage.owner.uid)
 

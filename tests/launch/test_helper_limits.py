@@ -50,7 +50,7 @@ if "regex" in __file__: re.match("(a*)*b", "a" * 100)
 while True: pass
 """
 COMMAND = """
-import sys, threading, time
+import signal, sys, threading, time
 from so_tui import cli
 from so_tui.launch.helper import ToolProcess
 
@@ -65,6 +65,7 @@ def wait(_):
     thread.join()  # the one that started the helper has ended
     time.sleep(600)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a test that nohup started ignores
 held = []
 cli._call = wait
 cli.main(["runs"])
@@ -94,7 +95,10 @@ def test_a_helper_ends_with_its_command(tool: str, number: signal.Signals) -> No
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().strip("[]\n").split(",")]
         process.send_signal(number)
-        assert process.wait(LIMIT_S) == -number
+        try:
+            assert process.wait(LIMIT_S) == -number
+        finally:
+            process.kill()
     assert gone(pids)
 
 
