@@ -21,7 +21,7 @@ OF_FOLDERS = ("folder.open", "opened.open", "self.folder.open")
 KERNELS = ("/proc", "/sys", "proc/", "sys/")
 """How paths begin that the kernel alone writes."""
 
-DEVICE = "a device, or a file that only the program's own installation has"
+DEVICE = "a device, /proc, or a file that only the program's own installation has"
 EMPTY = "writes into a folder that was just made and that nobody else can open"
 OWN = "writes a file of a run that this process supervises or trains"
 LIBRARY = "a library's own reader, which takes a path"
@@ -30,6 +30,7 @@ WIDGET = "opens a part of the screen"
 ALLOWED = {
     "so_tui/cli.py:_discard_output": DEVICE,
     "so_tui/folders.py:known_runs_dirs": "the user's own list of folders",
+    "so_tui/launch/helper_limits.py:_tree": DEVICE,
     "so_tui/launch/launch.py:Executor.start": OWN,
     "so_tui/launch/slurm/script.py:edited": EMPTY,
     "so_tui/launch/supervisor/host.py:Host.start": OWN,
@@ -56,16 +57,17 @@ ALLOWED = {
     "trainer/so_tui_trainer/data/documents.py:Writer.publish": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:Writer.take": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:read": LIBRARY,
-    "trainer/so_tui_trainer/data/sources.py:_check_file": LIBRARY,
     "trainer/so_tui_trainer/data/sources.py:_json_columns": LIBRARY,
     "trainer/so_tui_trainer/data/sources.py:_separator": LIBRARY,
     "trainer/so_tui_trainer/data/tokens.py:_Worker.work": EMPTY,
     "trainer/so_tui_trainer/export.py:replacing": EMPTY,
-    "trainer/so_tui_trainer/foreign.py:_copy": EMPTY,
+    "trainer/so_tui_trainer/foreign.py:copy_files": EMPTY,
     "trainer/so_tui_trainer/model/stored.py:_write_file": EMPTY,
     "trainer/so_tui_trainer/model/stored.py:_write_rest": EMPTY,
     "trainer/so_tui_trainer/model/weights.py:prepare_weights": "a lock in the user's own cache",
     "trainer/so_tui_trainer/recorder.py:_EventFile.__init__": OWN,
+    "trainer/so_tui_trainer/remote_code.py:_refuse_code_elsewhere": "in the private copy",
+    "trainer/so_tui_trainer/remote_code.py:copied": "from a folder of one's own, and the copy",
     "trainer/so_tui_trainer/tools/presets.py:_rewritten": "a tool that writes this repository",
     "trainer/so_tui_trainer/tools/presets.py:main": "a tool that writes this repository",
 }

@@ -77,7 +77,7 @@ def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
         (link_device, "not-a-file"),
         (make_sparse, "too-large"),
         (Path.mkdir, "not-a-preset"),
-        (lambda path: path.symlink_to(path), "unreadable"),
+        (lambda path: path.symlink_to(path), "not-a-file"),
     ],
 )
 def test_only_regular_files_of_bounded_size_are_read(

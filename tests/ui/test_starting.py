@@ -265,7 +265,7 @@ async def test_an_edited_script_is_submitted_and_kept_if_refused(
     submitted: list[str] = []
 
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
-        submitted.append(Path(script).read_text())
+        submitted.append(script)
         if len(submitted) == 1:
             raise SlurmError("sbatch refused: the queue is closed")
         return "7"
