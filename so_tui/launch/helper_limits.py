@@ -195,8 +195,8 @@ def _tree(pid: int) -> list[int]:
     found = [pid]
     for each in found:
         with suppress(OSError):
-            for task in os.listdir(f"/proc/{each}/task"):
-                known = Path(f"/proc/{each}/task/{task}/children").read_text()
+            for task in Path(f"/proc/{each}/task").iterdir():
+                known = Path(f"/proc/{each}/task/{task.name}/children").read_text()
                 found += map(int, known.split())
     return found
 

@@ -80,7 +80,7 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
 def read_judged(path: Path, limit_bytes: int) -> tuple[bytes, Distrust | None]:
     """Return what ``read_bounded`` does, and why the file that was read is not this user's own;
-    None if it is.
+    None if it is, or root's, as what a site installs.
     """
 
     def read() -> tuple[bytes, Distrust | None]:
@@ -93,7 +93,9 @@ def read_judged(path: Path, limit_bytes: int) -> tuple[bytes, Distrust | None]:
             while left > 0 and (part := os.read(descriptor, min(left, block_bytes))):
                 parts.append(part)
                 left -= len(part)
-            return b"".join(parts), distrust_of(descriptor, stat.S_IFREG)
+            found = os.fstat(descriptor)
+            by_root = found.st_uid == 0 and not others_can_write(found, descriptor)
+            return b"".join(parts), None if by_root else distrust_of(descriptor, stat.S_IFREG)
         finally:
             os.close(descriptor)
 

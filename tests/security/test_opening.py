@@ -30,7 +30,6 @@ WIDGET = "opens a part of the screen"
 ALLOWED = {
     "so_tui/cli.py:_discard_output": DEVICE,
     "so_tui/folders.py:known_runs_dirs": "the user's own list of folders",
-    "so_tui/launch/helper_limits.py:_tree": DEVICE,
     "so_tui/launch/launch.py:Executor.start": OWN,
     "so_tui/launch/slurm/script.py:edited": EMPTY,
     "so_tui/launch/supervisor/host.py:Host.start": OWN,

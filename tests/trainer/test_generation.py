@@ -262,6 +262,13 @@ def test_a_kernel_that_a_part_of_a_model_names_is_not_loaded(tmp_path: Path) -> 
     assert [part._attn_implementation for part in parts] == 3 * [None]
 
 
+def test_no_kernel_is_loaded_for_quantised_weights(tmp_path: Path, causal: PreTrainedModel) -> None:
+    shape = causal.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(shape, default=str))
+    config: Any = stored_config(ModelSpec(id=str(tmp_path)))
+    assert config.quantization_config["dequantize"]
+
+
 def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedModel) -> None:
     folder = tmp_path / "model"
     causal.save_pretrained(folder)

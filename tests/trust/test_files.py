@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from so_tui.trust.files import (
     distrust_of_file,
     distrust_of_folder,
     read_bounded,
+    read_judged,
 )
 from tests.support.python_path import printed
 
@@ -54,6 +56,9 @@ def test_only_regular_files_are_read_up_to_their_limit(tmp_path: Path) -> None:
         with pytest.raises(UnfitFileError) as error:
             read_bounded(unfit, 9)
         assert (error.value.code, error.value.path) == (code, unfit)
+
+
+STRANGER = 61_000
 
 
 READ = """
@@ -101,3 +106,26 @@ def test_brackets_in_strings_are_not_nesting() -> None:
     assert decode_json(msgspec.json.encode([text, {}]), object) == [text, {}]
     with pytest.raises(TooDeepError):
         decode_json(msgspec.json.encode(text) + b"[" * (DEEPEST + 1), object)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_what_root_installed_is_judged_as_ones_own() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # TMPDIR may be closed to others
+        path = Path(folder, "preset.toml")
+        path.write_text("x")
+        path.parent.chmod(0o755)
+        try:
+            judged = {}
+            for mode, owner in ((0o644, 0), (0o666, 0), (0o644, 62_000)):
+                os.seteuid(0)
+                os.chown(path, owner, owner)
+                path.chmod(mode)
+                os.seteuid(STRANGER)
+                judged[mode, owner] = read_judged(path, 10)[1]
+        finally:
+            os.seteuid(0)
+    assert judged == {
+        (0o644, 0): None,
+        (0o666, 0): Distrust.OTHER_OWNER,
+        (0o644, 62_000): Distrust.OTHER_OWNER,
+    }

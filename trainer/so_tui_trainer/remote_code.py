@@ -246,8 +246,11 @@ def refuse_without_consent(model: ModelSpec, error: BaseException) -> None:
 
 def without_hub_kernels(config: PretrainedConfig) -> PretrainedConfig:
     """Return a configuration that names no attention other than transformers' own, in none of its
-    parts: a kernel on the hub is a program, too.
+    parts, and whose MXFP4 weights are converted: a kernel on the hub is a program, too.
     """
+    quantisation = getattr(config, "quantization_config", None)
+    if isinstance(quantisation, dict) and quantisation.get("quant_method") == "mxfp4":
+        quantisation["dequantize"] = True  # or transformers would load a kernel
     for part in (config, *vars(config).values()):
         if part is not config and hasattr(part, "_attn_implementation"):
             without_hub_kernels(part)
