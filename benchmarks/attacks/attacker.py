@@ -101,12 +101,16 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
         above.chmod(0o777)
     Path(instead).rename(place)
     print(f"exchanged {place}", flush=True)
-    until = time.monotonic() + 30
+    held = place / lock
+    while lock and not any(held.parent.glob("*.lock")):  # which a rank makes before it loads
+        held.touch()
+        time.sleep(0.01)
+    until = time.monotonic() + 15
     while lock and time.monotonic() < until:
-        (place / lock).touch()
+        held.touch()
         time.sleep(0.0005)
     if lock:
-        (place / lock).unlink()
+        held.unlink()
 
 
 def turn(watched: str, link: str, target: str) -> None:

@@ -37,19 +37,19 @@ def _library(stage: Stage, to: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", marks, "-o", to, source], check=True)
 
 
-def _exchanged_cache(stage: Stage, cache: Path, exchanged: Path, **options: str) -> Verdict:
+def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -> Verdict:
     """Exchange a folder of compiled code right before ranks load DeepSpeed's CPU Adam from it.
 
     Args:
         stage: The stage.
-        cache: What XDG_CACHE_HOME is, or stands for.
         exchanged: The folder in which, or above which, code is.
+        part: What it is of a folder of caches.
         options: Of the victim's environment.
     """
-    home = {"XDG_CACHE_HOME": str(cache), "HOME": str(stage.owner.home)}
-    extensions = Path(code_folders(home)[EXTENSIONS])
+    private = {"XDG_CACHE_HOME": str(stage.folder)}  # nobody but root can exchange what is in it
+    extensions = Path(code_folders(private)[EXTENSIONS]).relative_to(stage.folder / part)
     bait = stage.scratch / "compiled"
-    folder = bait / extensions.relative_to(exchanged) / "cpu_adam"
+    folder = bait / extensions / "cpu_adam"
     folder.mkdir(parents=True)
     _library(stage, folder / "cpu_adam.so")
     stage.other.give(bait)
@@ -59,7 +59,7 @@ def _exchanged_cache(stage: Stage, cache: Path, exchanged: Path, **options: str)
     attacker = stage.attacks("exchange", stage.rank, bait, exchanged, lock)
     given = ("--set", "offload.engine=deepspeed", "--set", "offload.mode=zerooffload")
     victim = stage.train(*given, **options)
-    victim.wait(lambda: stage.ran("library"), 90)
+    victim.wait(lambda: stage.ran("library"), _COMMAND_S)
     evidence = f"{attacker.text.strip() or 'nothing to exchange'}; {last_line(victim)}"
     return judged(stage.ran("library"), stage.ran("library"), evidence)
 
@@ -70,8 +70,9 @@ def _(stage: Stage) -> Verdict:
     theirs.mkdir()
     stage.other.give(theirs)
     theirs.chmod(0o777)
-    cache = str(stage.scratch)
-    return _exchanged_cache(stage, stage.scratch, theirs / "compiled", XDG_CACHE_HOME=cache)
+    compiled = "so-tui/compiled"
+    cache = {"XDG_CACHE_HOME": str(stage.scratch)}
+    return _exchanged_cache(stage, stage.scratch / compiled, compiled, **cache)
 
 
 @attack("3b", "compiled code: ~/.cache that the project can write", race=True)
@@ -82,7 +83,7 @@ def _(stage: Stage) -> Verdict:
     for folder, mode in ((stage.owner.home, 0o750), (cache, 0o775), (cache / "so-tui", 0o700)):
         os.chown(folder, stage.owner.uid, PROJECT)
         folder.chmod(mode)
-    return _exchanged_cache(stage, cache, cache / "so-tui")
+    return _exchanged_cache(stage, cache / "so-tui", "so-tui")
 
 
 @attack("4", "compiled code: a shared CCACHE_DIR with the attacker's settings")

@@ -312,7 +312,11 @@ def stage(common: Ground) -> Iterator[Stage]:
         yield made
     finally:
         made.kill_all()
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (
+            folder,
+            *(Path(f"/tmp/so-tui-{user.uid}") for user in (made.owner, made.other)),
+        ):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _user(folder: Path, name: str, place: int) -> User:
