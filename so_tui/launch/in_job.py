@@ -242,7 +242,9 @@ def _supervise_in_job(run: RunDirectory, attempt: int, digest: str | None) -> in
     if nodes.first:
         admission.refuse_start(run, attempt, read_state(run))
         remember(submission.cluster, submission.partition, machine)
-    submitted = read_launch(run, attempt, digest)
+    # Jobs of earlier versions have one launch for all nodes until each has written its own.
+    written = nodes.node if run.launch_path(attempt, nodes.node).exists() else 0
+    submitted = read_launch(run, attempt, digest, node=written)
     try:
         launch = _planned_here(submitted, machine, nodes.node)
         own = write_launch(run, attempt, launch, nodes.node)

@@ -68,7 +68,7 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0)
 
 
 def read_launch(
-    run: RunDirectory, attempt: int, digest: str | None = None, *, own: bool = True
+    run: RunDirectory, attempt: int, digest: str | None = None, *, node: int = 0, own: bool = True
 ) -> Launch:
     """Read the launch of an attempt.
 
@@ -76,6 +76,7 @@ def read_launch(
         run: The run.
         attempt: The attempt.
         digest: The hash that it must have, if it is known.
+        node: The node for which it was written.
         own: Accept only files of this user that others cannot write: what they say will be
             executed.
 
@@ -89,7 +90,8 @@ def read_launch(
     def read(path: Path) -> bytes:
         return read_own(path) if own else read_bounded(path, LARGEST_FILE_BYTES)
 
-    content = own_launch(run, attempt, digest=digest) if own else read(run.launch_path(attempt))
+    path = run.launch_path(attempt, node)
+    content = own_launch(run, attempt, node, digest) if own else read(path)
     try:
         return decode_json(content, Launch)
     except msgspec.ValidationError:

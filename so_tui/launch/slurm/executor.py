@@ -30,7 +30,12 @@ from so_tui.launch.slurm.script import (
 )
 from so_tui.launch.supervisor.ending import queued_state
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
+from so_tui.runs.directory import (
+    RunDirectory,
+    own_launch,
+    write_run_file,
+    write_run_json,
+)
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import last_lines
@@ -259,6 +264,10 @@ class SlurmExecutor(Executor):
             before = read_state(run)
             if lock is None or before.state == "queued":
                 raise another_start(run)
+            # The first node plans anew, and replaces its launch before others may have read it.
+            content = own_launch(run, attempt, digest=digest)
+            for node in range(1, plan.spec.nodes):
+                write_run_file(run, run.launch_path(attempt, node), content)
             write_run_file(run, run.job_script_path(attempt), script.encode())
             _write_submission(run, attempt, submission)
             queued = queued_state(before)
