@@ -90,7 +90,7 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
     """
     found = _seen(pattern)
     place = Path(folder or found[1])
-    while not place.exists():
+    while folder and not os.path.lexists(place):
         time.sleep(0.001)
     try:
         place.rename(place.with_name(f"{place.name}.taken"))

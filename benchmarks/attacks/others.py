@@ -84,6 +84,14 @@ def _(stage: Stage) -> Verdict:
     return _exchanged(stage, stage.so_tui(*resume), attacker)
 
 
+@attack("1f", "run exchanged when its first rank has started", race=True)
+def _(stage: Stage) -> Verdict:
+    runs = stage.shared("runs")
+    bait = _bait(stage, runs / "bait")
+    attacker = stage.attacks("exchange", rf"python\S*\0-u\0.*--local_rank=0\0{stage.rank}", bait)
+    return _exchanged(stage, stage.train("--runs-dir", str(runs)), attacker)
+
+
 @attack("1e", "job.sh exchanged before sbatch reads it", race=True)
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
