@@ -257,10 +257,10 @@ class _Announcer:
         """Announce what is new, and keep the terminal's title true. Unless the list is ``whole``, a
         run that appears in it is not new.
         """
+        if self._known is None and not runs:
+            return  # Nothing was read yet: before the first paint, which waits for no import.
         from so_tui.launch.supervisor.alerts import run_name_text
 
-        if self._known is None and not runs:
-            return  # nothing was read yet
         settings = self._app.settings.alerts
         for row, alert in self._news(runs, whole=whole):
             self._announce(row, alert, settings)

@@ -1,4 +1,6 @@
-"""Run in a pty: prints the process time at the first paint of an application, then leaves."""
+"""Run in a pty: prints the process time at the first paint of an application, and which modules of
+so-tui it has imported by then.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ def real(runs_dir: str) -> float:
 
         def _after_first_paint(self) -> None:
             self.painted_s = time.process_time()
+            self.imported = [name for name in sys.modules if name.startswith("so_tui.")]
             self.exit()
 
     shown = FirstPaint(runs_dir=Path(runs_dir))
     shown.run()
+    print("imported", *shown.imported)
     return shown.painted_s
 
 
