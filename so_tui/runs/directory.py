@@ -211,6 +211,8 @@ def _in_name(host: str) -> str:
 
 
 _NAME = re.compile(r"step-\d{6,12}")
+_LISTINGS = 100
+"""How often a folder is listed, at most, whose checkpoints are gone when they are looked at."""
 
 
 def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
@@ -238,8 +240,12 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing.
     Raises OSError if it cannot be read.
     """
-    found = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
-    found = [path for path in found if path.is_dir() and not path.is_symlink()]
+    for _ in range(_LISTINGS):
+        named = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
+        found = [path for path in named if path.is_dir() and not path.is_symlink()]
+        # A run that keeps one checkpoint may have replaced it since its name was read.
+        if found or all(os.path.lexists(path) for path in named):
+            break
     return tuple(sorted(found, key=lambda path: step_of(path.name)))
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,27 @@ def test_foreign_checkpoints_are_not_used_or_counted(tmp_path: Path) -> None:
     assert kept == ["step-000004", "step-000005", "step-000097", "step-000098"]
     written(folder, 99, own, spec)
     assert (folder / "step-000099.superseded").read_text() == "a plain file"
+
+
+def test_an_only_checkpoint_that_is_replaced_all_the_time_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").mkdir()
+    over = threading.Event()
+
+    def replace_it() -> None:
+        for step in itertools.count(2):
+            (tmp_path / f"step-{step:06d}").mkdir()
+            (tmp_path / f"step-{step - 1:06d}").rmdir()
+            if over.wait(0.001):
+                return
+
+    run = threading.Thread(target=replace_it)
+    run.start()
+    try:
+        seen = [bool(checkpoint_folders(tmp_path)) for _ in range(4_000)]
+    finally:
+        over.set()
+        run.join()
+    assert all(seen)
 
 
 def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> None:
