@@ -13,7 +13,7 @@ import pytest
 from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import describe_model
 from so_tui.spec import InputError, RunSpec, resolve_source, spec_tree
-from tests.support.hub import PROXIES, TOKEN, Hub, loopback_hub
+from tests.support.hub import TOKEN, Hub, loopback_hub
 from tests.support.launching import tiny
 from tests.support.problems import codes, rejected
 
@@ -35,17 +35,8 @@ ROWS = Path(resolve_source("builtin:tiny/rows.jsonl")).read_bytes()
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with loopback_hub() as found:
-        for name, value in {
-            "HF_ENDPOINT": found.endpoint,
-            "HF_HOME": str(tmp_path / "cache"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", *PROXIES):
-            monkeypatch.delenv(name, raising=False)
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with loopback_hub(tmp_path / "cache") as found:
         found.add("datasets", "owner/rows", {"train.jsonl": ROWS})
         yield found
 

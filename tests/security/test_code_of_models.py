@@ -24,7 +24,7 @@ from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.weights import meta_model
-from tests.support.hub import PROXIES, loopback_hub
+from tests.support.hub import loopback_hub
 from tests.support.own_code import MODEL, change, own_code, trusted
 from tests.support.problems import refusal
 from tests.support.screen import opened
@@ -310,15 +310,11 @@ async def test_the_preview_asks(model: ModelSpec, trace: Path, tmp_path: Path) -
 
 
 def test_a_branch_that_moves_runs_no_other_code(
-    model: ModelSpec, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelSpec, trace: Path, tmp_path: Path
 ) -> None:
-    for name in PROXIES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     old = {path.name: path.read_bytes() for path in Path(model.id).iterdir()}
     new = old | {"modeling_own.py": old["modeling_own.py"] + b"\n"}
-    with loopback_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    with loopback_hub(tmp_path / "hub") as hub:
         hub.add("models", "owner/model", old, new, tag="v1")
         asked = code_of("owner/model@v1")
         assert (asked.source, asked.name) == ("owner/model", "owner/model@v1")

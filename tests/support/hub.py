@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 LARGE_BYTES = 50_000
 """Files from this size on are in the store."""
@@ -61,9 +64,16 @@ class Hub:
 
 
 @contextmanager
-def loopback_hub() -> Iterator[Hub]:
-    """Serve an empty hub, and its store on another host: clients follow redirects for content."""
+def loopback_hub(home: Path) -> Iterator[Hub]:
+    """Serve an empty hub, and its store on another host: clients follow redirects for content.
+
+    Processes started meanwhile use it, whatever the environment says of the real one.
+
+    Args:
+        home: The clients' cache.
+    """
     with (
+        pytest.MonkeyPatch.context() as patch,
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server,
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store,
     ):
@@ -71,6 +81,12 @@ def loopback_hub() -> Iterator[Hub]:
         for each in (server, store):
             each.hub = hub  # type: ignore[attr-defined]
             threading.Thread(target=each.serve_forever, name="hub", daemon=True).start()
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", *PROXIES):
+            patch.delenv(name, raising=False)
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_HUB_DISABLE_XET", "1")
+        patch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
         yield hub
         for each in (server, store):
             each.shutdown()
