@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, Tell, ToolProcess, call_tool, stream_tool
+from so_tui.launch.helper import Tell, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -370,7 +370,7 @@ prepare(Progress, DataPreview)
 
 
 def preview_data(
-    spec: RunSpec, rows: int, cancel: Cancel | None = None
+    spec: RunSpec, rows: int, cancel: threading.Event | None = None
 ) -> Iterator[Progress | DataPreview]:
     """Yield progress, then the preview with ``rows`` sample rows.
 
@@ -472,13 +472,6 @@ def refused_code(error: SoTuiError) -> tuple[Code, ...]:
     return tuple(map(code_of, names))
 
 
-class _Described(NamedTuple):
-    """A spec that is not saved yet, and notes about the model."""
-
-    spec: RunSpec
-    notes: tuple[str, ...]
-
-
 def describe_model(
     model: str,
     *,
@@ -486,9 +479,9 @@ def describe_model(
     revision: str = "main",
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
-) -> _Described:
-    """Make the spec of a model. Takes seconds, in a helper process that downloads at most
-    config.json.
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Return the spec of a model, which is not saved yet, and notes about the model. Takes seconds,
+    in a helper process that downloads at most config.json.
 
     Args:
         model: A hub id or a local folder.
@@ -530,7 +523,7 @@ def describe_model(
     asked = {name: changes.get(f"model.{name}", "") for name in ("tokenizer", "weights")}
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = with_values(check_tree(_tree(answer, chosen)), changes)
-    return _Described(spec, tuple(answer["notes"]))
+    return spec, tuple(answer["notes"])
 
 
 def _preset_name(model: str) -> str:
@@ -644,7 +637,7 @@ class ModelProcess(ToolProcess):
     end.
     """
 
-    def __init__(self, load: LoadModel, end: Cancel | None = None) -> None:
+    def __init__(self, load: LoadModel, end: threading.Event | None = None) -> None:
         """Start loading.
 
         Args:

@@ -171,7 +171,7 @@ def test_adding_a_model_asks_first(model: ModelSpec, trace: Path) -> None:
     assert problem.code == "code-not-trusted"
     assert not trace.exists()
     allow(code_of(model.id))
-    assert describe_model(model.id, name="own", trust_remote_code=True).spec.name == "own"
+    assert describe_model(model.id, name="own", trust_remote_code=True)[0].name == "own"
     assert trace.exists()
 
 

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from textual.widgets import Button, Static
 
 from so_tui.launch import helper_jobs
-from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview
 from so_tui.spec import RunSpec
 from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
@@ -32,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replay an answer about the data of ``tiny``; the numbers of rows that were asked for."""
     rows_asked: list[int] = []
 
-    def replay(_: RunSpec, rows: int, __: Cancel) -> Iterator[DataPreview]:
+    def replay(_: RunSpec, rows: int, __: object) -> Iterator[DataPreview]:
         rows_asked.append(rows)
         samples = pictured.DATA.samples
         yield replace(pictured.DATA, samples=samples * (rows // len(samples)))
