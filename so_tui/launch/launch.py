@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -86,10 +87,7 @@ def read_launch(
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
     """
-
-    def read(path: Path) -> bytes:
-        return read_own(path) if own else read_bounded(path, LARGEST_FILE_BYTES)
-
+    read = read_own if own else partial(read_bounded, limit_bytes=LARGEST_FILE_BYTES)
     path = run.launch_path(attempt, node)
     content = own_launch(run, attempt, node, digest) if own else read(path)
     try:
@@ -116,15 +114,10 @@ def read_launch(
 # What starts supervisors, and what it knows of their jobs.
 
 
-class JobPhase(StrEnum):
-    """Where a job is, as its scheduler knows."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    COMPLETING = "completing"
-    ENDED = "ended"
-    UNKNOWN = "unknown"
-    """The scheduler did not answer, or has not been asked since the job was submitted."""
+JobPhase = Literal["queued", "running", "completing", "ended", "unknown"]
+"""Where a job is, as its scheduler knows. It is unknown if the scheduler did not answer, or has not
+been asked since the job was submitted.
+"""
 
 
 class JobStatus(Struct, frozen=True, kw_only=True):

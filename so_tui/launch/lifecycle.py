@@ -26,7 +26,6 @@ from so_tui.launch.executors import (
 )
 from so_tui.launch.launch import (
     Executor,
-    JobPhase,
     JobStatus,
     another_start,
     supervisor_log,
@@ -87,15 +86,14 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     if job is None:
         return state_with_truth(run, watch, recorded)
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
-    if job.phase is JobPhase.ENDED and not forgotten:
+    if job.phase == "ended" and not forgotten:
         return _ended(run, attempt, job)
     # What the scheduler said may be older than the run's state.
     if recorded.state != "queued" and (
-        job.phase is not JobPhase.QUEUED
-        or sighting(run, recorded, watch).liveness is Liveness.ALIVE
+        job.phase != "queued" or sighting(run, recorded, watch).liveness is Liveness.ALIVE
     ):
         # The heartbeat of a suspended job stands still.
-        return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
+        return recorded if job.phase == "running" else state_with_truth(run, watch, recorded)
     return replace(recorded, state="queued", detail=_queue_text(job))
 
 
@@ -113,14 +111,14 @@ def _queue_text(job: JobStatus) -> str:
     """Return what a job waits for, in words."""
     number = f"job {job.job_id}"
     match job.phase:
-        case JobPhase.QUEUED:
+        case "queued":
             reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
             why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
             start = ""
             if job.expected_start is not None:
                 start = f", expected to start {_clock(job.expected_start)}"
             return f"{number} waits {why}{start}"
-        case JobPhase.RUNNING | JobPhase.COMPLETING:
+        case "running" | "completing":
             return f"{number} starts on {printable_line(job.nodes)}"
     return f"{number} was submitted" if job.job_id else "is being submitted"
 

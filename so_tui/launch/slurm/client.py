@@ -16,7 +16,6 @@ from datetime import datetime
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -125,9 +124,7 @@ def accounted(job_id: str) -> Job | None:
                 f"--format={_ACCOUNTING}",
             )
         )
-    except (
-        SlurmError
-    ):  # most sites have it; without it the queue's own memory of some minutes must do
+    except SlurmError:  # most sites have it; elsewhere the queue's memory of some minutes must do
         return None
     return next((job for job in _parse_queue(printed) if job.id == job_id), None)
 
@@ -150,15 +147,8 @@ def requeue(job_id: str) -> None:
 _AGAIN_S = 60.0
 
 
-class _Silence(NamedTuple):
-    """Why Slurm did not name the cluster, and until when (monotonic) it is not asked again."""
-
-    until: float
-    error: SlurmError
-
-
-_silence: list[_Silence] = []
-"""The newest one; empty before."""
+_silence: list[tuple[float, SlurmError]] = []
+"""Until when (monotonic) Slurm is not asked again, and why it did not name the cluster."""
 
 
 @cache
@@ -169,8 +159,9 @@ def cluster_name() -> str:
     Raises:
         SlurmError: Slurm does not say; it is asked at most once a minute.
     """
-    if _silence and time.monotonic() < _silence[0].until:
-        raise _silence[0].error
+    for until, error in _silence:
+        if time.monotonic() < until:
+            raise error
     try:
         config = _call(("scontrol", "show", "config"))
         found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
@@ -178,7 +169,7 @@ def cluster_name() -> str:
             return name
         raise SlurmError("Slurm does not say which cluster this is")
     except SlurmError as error:
-        _silence[:] = [_Silence(time.monotonic() + _AGAIN_S, error)]
+        _silence[:] = [(time.monotonic() + _AGAIN_S, error)]
         raise
 
 
@@ -267,7 +258,6 @@ time limit, nodes that are allocated/idle/other/in all, generic resources, featu
 """
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d{1,4})")
 _COUNTS = re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
-_NONE = frozenset(("(null)", "N/A", ""))
 
 
 class Partition(Struct, frozen=True, kw_only=True):
@@ -311,11 +301,11 @@ def _parsed(row: list[str]) -> Partition | None:
         name=name.rstrip("*"),
         default=name.endswith("*"),
         open=state == "up",
-        time_limit="" if limit in ("infinite", *_NONE) else limit,
+        time_limit="" if limit == "infinite" else _word(limit),
         nodes=int(counts[4]),
         idle=int(counts[2]),
         gpus=sum(map(int, _GPUS.findall(resources))),
-        features=() if features in _NONE else tuple(features.split(",")),
+        features=tuple(features.split(",")) if _word(features) else (),
     )
 
 

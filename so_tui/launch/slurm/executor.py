@@ -181,9 +181,9 @@ _ENDS: dict[str, OutcomeCode | None] = {
     "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
     "FAILED": OutcomeCode.JOB_FAILED,
 }
-_PHASES = {
+_PHASES: dict[str, JobPhase] = {
     **dict.fromkeys(
-        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), JobPhase.RUNNING
+        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), "running"
     ),
     **dict.fromkeys(
         (
@@ -195,10 +195,10 @@ _PHASES = {
             "SPECIAL_EXIT",
             "RESV_DEL_HOLD",
         ),
-        JobPhase.QUEUED,
+        "queued",
     ),
-    "COMPLETING": JobPhase.COMPLETING,
-    **dict.fromkeys(_ENDS, JobPhase.ENDED),
+    "COMPLETING": "completing",
+    **dict.fromkeys(_ENDS, "ended"),
 }
 """States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still
 run.
@@ -323,7 +323,7 @@ class SlurmExecutor(Executor):
         submission = read_submission(run, attempt)
         if submission is None:
             return None
-        unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        unknown = JobStatus(job_id=submission.job_id, phase="unknown")
         here = submission.cluster == client.cluster_here()
         answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
@@ -331,7 +331,7 @@ class SlurmExecutor(Executor):
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
             status = _status(job)
             # It may have ended since.
-            return unknown if answer.error and status.phase is JobPhase.RUNNING else status
+            return unknown if answer.error and status.phase == "running" else status
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
@@ -345,7 +345,7 @@ class SlurmExecutor(Executor):
         )
         if (job := _job_of(run, attempt, submission, filter(None, [recorded]))) is not None:
             return _status(job)
-        return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
+        return replace(unknown, phase="ended", end=OutcomeCode.JOB_FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> None:
         """Cancel the attempt's job; see ``Executor.cancel``."""
@@ -364,7 +364,7 @@ class SlurmExecutor(Executor):
 def _status(job: Job) -> JobStatus:
     return JobStatus(
         job_id=job.id,
-        phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
+        phase=_PHASES.get(job.state, "unknown"),
         waits_for=job.reason,
         expected_start=job.start,
         nodes=job.nodes,

@@ -267,14 +267,12 @@ def load_site(name: str) -> Site:
     try:
         content = read_own(path) if path == own else read_bounded(path, LARGEST_FILE_BYTES)
         return msgspec.convert(decode_toml(content), Site)
-    except NotOwnError as error:
-        raise _invalid(
-            path,
-            f"its lines would be executed: {error}",
-            "Make it your own file, which others cannot write.",
-        ) from error
     except _UNREADABLE as error:
-        raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
+        message, remedy = str(error), "docs/cluster.md lists its keys."
+        if isinstance(error, NotOwnError):
+            message = f"its lines would be executed: {error}"
+            remedy = "Make it your own file, which others cannot write."
+        raise reject("invalid-site", "slurm.site", name, message, remedy, file=str(path)) from error
 
 
 def wrong_sites() -> tuple[Problem, ...]:
@@ -308,10 +306,6 @@ def _clusters_of(name: str) -> tuple[Any, ...]:
         with contextlib.suppress(*_UNREADABLE):
             return msgspec.convert(decode_toml(read(path)), _Named).clusters
     return ()
-
-
-def _invalid(path: Path, message: str, remedy: str) -> InputError:
-    return reject("invalid-site", "slurm.site", path.stem, message, remedy, file=str(path))
 
 
 OUTPUT = "slurm.%j.log"
@@ -395,7 +389,7 @@ def batch_script(
                 for name, value in sorted(_environment(spec, site).items())
             ),
             *site.setup,
-            *_architecture_check(site.architecture, site.interpreter),
+            *([_architecture_check(site)] if site.architecture else ()),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
             f"so_tui_run={shlex.quote(str(run))}",
             *([f"export {LAUNCH_VARIABLE}={digest}"] if digest else ()),
@@ -405,17 +399,14 @@ def batch_script(
     )
 
 
-def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
-    """Yield the line that ends a job whose node could not execute its interpreter, which the shell
+def _architecture_check(site: Site) -> str:
+    """Return the line that ends a job whose node could not execute its interpreter, which the shell
     would only call a wrong format.
     """
-    if architecture:
-        message = f"so-tui: {interpreter} is built for {architecture}, and this node is "
-        fails = (
-            f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit '
-            "69"
-        )
-        yield f'[ "$(uname -m)" = {architecture} ] || {{ {fails}; }}'
+    built_for = site.architecture
+    message = shlex.quote(f"so-tui: {site.interpreter} is built for {built_for}, and this node is ")
+    says = f'echo {message}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2'
+    return f'[ "$(uname -m)" = {built_for} ] || {{ {says}; exit 69; }}'
 
 
 def for_run(script: str, generated: str) -> str:

@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -34,7 +34,6 @@ from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import missing_network
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
-from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Binding, Launch, Plan
 from so_tui.runs.directory import RunDirectory, known_id, write_run_file, write_run_json
 from so_tui.runs.liveness import this_host
@@ -182,36 +181,6 @@ def init_method(meeting: Path) -> str:
     return f"file://{meeting / 'store'}"
 
 
-@contextlib.contextmanager
-def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
-    """Let processes started in this block, and their children, ignore a signal until they install a
-    handler of their own.
-
-    A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and
-    launcher, which do not handle it.
-    """
-    handler = signal.signal(signum, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signum, handler)
-
-
-T = TypeVar("T")
-
-
-def _each(act: Callable[[T], None], items: Iterable[T]) -> None:
-    """Act on every item, also after one failed. Raises OSError with what failed."""
-    failed = []
-    for item in items:
-        try:
-            act(item)
-        except OSError as error:
-            failed.append(str(error))
-    if failed:
-        raise OSError("; ".join(failed))
-
-
 TICK_S = 1.0
 LOG_LINES = 400
 _START_TICK_S = 0.2
@@ -297,13 +266,13 @@ class Host:
         processes = command.apply(launch.environment, os.environ)
         processes |= make_code_folders(processes)
         self._write_command(launch)
-        log = os.open(
-            self._run.log_path(self._attempt, self.name),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o640,
-        )
+        path = self._run.log_path(self._attempt, self.name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        # A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and
+        # launcher, which do not handle it; ranks install a handler.
+        warned = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
-            with _ignored_by_children(signal.SIGUSR1):
+            with os.fdopen(os.open(path, flags, 0o640), "ab") as log:
                 self._runner = subprocess.Popen(
                     launch.argv,
                     env=processes,
@@ -315,7 +284,7 @@ class Host:
                     process_group=0,
                 )
         finally:
-            os.close(log)
+            signal.signal(signal.SIGUSR1, warned)
 
     def _resolved(self) -> Launch:
         """Make what the ranks need to meet, and return the launch with this host's values."""
@@ -342,23 +311,19 @@ class Host:
         )
 
     def take_over(self) -> None:
-        """Take the locks of a supervisor that died, except those that its processes still hold.
-
-        Raises:
-            OSError: One could not be taken, such as because another run has it by now. The others
-                are.
+        """Take the locks of a supervisor that died, except those that its processes still hold, and
+        those that another run has by now: what lives is watched, whoever has its locks.
         """
-        folder = host_check.lock_folder()
-        self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
-
-        def take(gpu: Gpu) -> None:
-            try:
-                self._locks += host_check.take_gpus([gpu], str(self._run.path))
-            except host_check.LockTakenError as error:
-                if error.holder.run != str(self._run.path):
-                    raise
-
-        _each(take, chosen_gpus(self.launch))
+        path = self._run.path
+        with self.despite_errors_of("rendezvous"):
+            self._rendezvous = _rendezvous_path(host_check.lock_folder(), path, self._attempt)
+        for gpu in chosen_gpus(self.launch):
+            with self.despite_errors_of(f"the lock of GPU {gpu.index}"):
+                try:
+                    self._locks += host_check.take_gpus([gpu], str(path))
+                except host_check.LockTakenError as error:
+                    if error.holder.run != str(path):
+                        raise
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
@@ -439,10 +404,9 @@ class Host:
             self.signal_all(signum)
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
-            with self.despite_errors_of("locks"):
-                held: list[RunLock | host_check.Lock] = [*self._locks]
-                held += [self._run_lock] if self._run_lock is not None else []
-                _each(lambda lock: lock.refresh(), held)  # all of them, also after one was lost
+            for number, lock in enumerate(filter(None, (self._run_lock, *self._locks))):
+                with self.despite_errors_of(f"lock {number}"):
+                    lock.refresh()
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))

@@ -130,18 +130,17 @@ class Supervisor:
         run: RunDirectory,
         attempt: int,
         found: RunState,
+        launch: Launch,
+        digest: str,
         lock: RunLock,
-        nodes: Nodes = ALONE,
-        *,
-        digest: str | None = None,
+        nodes: Nodes,
     ) -> None:
         """Prepare to start an attempt whose launch has this hash, or to attach to one."""
         self._run = run
         self._known = known_id(run)
         self._attempt = attempt
-        launch = read_launch(run, attempt, digest)
         nodes = replace(nodes, count=launch.spec.nodes)
-        self._host = Host(run, attempt, launch, digest or "", nodes, lock)
+        self._host = Host(run, attempt, launch, digest, nodes, lock)
         self._superseded = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
         # be alive.
@@ -177,8 +176,7 @@ class Supervisor:
         # On a full disk nothing is started, but what lives is watched.
         (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
-            with host.despite_errors_of("locks"):  # what lives is watched, whoever has its locks
-                host.take_over()
+            host.take_over()
         else:
             try:
                 host.start()
@@ -210,8 +208,7 @@ class Supervisor:
         with host.despite_errors_of("control"):
             self._check_stop_request()
         # Processes would wait for those of another node that have failed.
-        with host.despite_errors_of("nodes"):
-            self._others.poll()
+        self._others.poll()
         if self._others.cause(STALE_S) is not None:
             host.shutdown.broken = True
         self._end_launchers()
@@ -432,37 +429,26 @@ def supervise(
         InputError, Refused: This may not be done here (see ``admission``).
         OSError: The run directory cannot be written.
     """
-    with own_run(run) as own, contextlib.ExitStack() as last:
-        run = own
+    with own_run(run) as run, contextlib.ExitStack() as last:
         refuse_unknown_attempt(run, attempt)
         os.umask(umask_of(run.at))
         starts = read_state(run).attempt < attempt
-        assume_dead = starts and read_launch(run, attempt, digest).assume_dead
-        with run_lock(run, assume_dead=assume_dead) as lock:
+        launch = read_launch(run, attempt, digest if starts else None)
+        with run_lock(run, assume_dead=starts and launch.assume_dead) as lock:
             if lock is None:
                 return 0
             state = read_state(run)
             if state.attempt == attempt and state.state in FINAL_STATES:
                 return state.exit_code or 0
-            attaches = state.attempt == attempt
-            if attaches:
+            if state.attempt == attempt:
                 _refuse_attaching(run, attempt, state)
             else:
                 refuse_start(run, attempt, state)
-                state = _concluded(run, state, assume_dead=assume_dead)
-            compared = None if attaches else digest
-            supervisor = Supervisor(run, attempt, state, lock, nodes, digest=compared)
+                if state.host:
+                    state = ended_state(run, assume_dead=launch.assume_dead)
+            supervisor = Supervisor(run, attempt, state, launch, digest, lock, nodes)
             last.callback(supervisor.announcer.finish)  # also where the lock cannot be given back
             become_subreaper()
             code = supervisor.watch()
         ended()
     return code
-
-
-def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:
-    """Return the final state of the previous attempt, computed now if it ended without a
-    supervisor. Raises InputError if it still runs.
-    """
-    if before.state in FINAL_STATES or not before.host:
-        return before
-    return ended_state(run, assume_dead=assume_dead)
