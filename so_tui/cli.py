@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 _FOR_PROGRAMS = ("supervise", "completion")
 """Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OF_NAMES = {
+    errno.ENAMETOOLONG: (
+        "name-too-long",
+        "is too long for a file name",
+        "Give a shorter one.",
+    ),
+    errno.EACCES: (
+        "no-permission",
+        "may not be opened (Permission denied)",
+        "Check its rights and those of the folders above it, or name another.",
+    ),
+}
+"""Code, message and remedy of errors that are about a name."""
+_REMEDY = "Check what is there, and that its file system answers."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,31 +110,24 @@ def _main(argv: Sequence[str] | None) -> int:
         log_to_stderr()
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
+    code = 0
     try:
         code = _call_asking(arguments)
-        try:
-            print(
-                end="", flush=True
-            )  # so that a full disk is reported below, and not by Python at its exit
-        except BrokenPipeError:
-            _discard_output()
+        print(end="", flush=True)  # a full disk is reported below, and not by Python at its exit
         return code
     except Refused as error:
         _report(*(f"refused: {reason}" for reason in error.reasons))
         if error.forceable:
             _report("--force starts it anyway; the run records that")
         return error.exit_code
-    except InputError as error:
-        _report(*map(str, error.problems))
-        return error.exit_code
     except SoTuiError as error:
-        _report(str(error))
+        _report(*(error.problems if isinstance(error, InputError) else (error,)))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         _discard_output()  # the reader, such as `head`, has ended
-        return 0
+        return code
     except OSError as error:
         problem = _problem_of(error)
         if problem is None:
@@ -128,7 +135,7 @@ def _main(argv: Sequence[str] | None) -> int:
         logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
             _discard_output()
-        _report(str(problem))
+        _report(problem)
         return InputError.exit_code
 
 
@@ -176,7 +183,7 @@ def _call(arguments: Namespace) -> int:
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
 
 
-def _report(*messages: str) -> None:
+def _report(*messages: object) -> None:
     for message in messages:
         print(f"so-tui: {message}", file=sys.stderr)
 
@@ -185,26 +192,17 @@ def _problem_of(error: OSError) -> Problem | None:
     """Return the problem of a file or of the output; None for an error that concerns neither."""
     from so_tui.spec.errors import Problem, shown
 
-    name = str(error.filename or "")
-    if error.errno == errno.ENAMETOOLONG:
-        value = shown(name) if name else ""
-        message = "is too long for a file name"
-        return Problem("name-too-long", "path", value, message, "Give a shorter one.")
-    if error.errno == errno.EACCES and name:
-        message = "may not be opened (Permission denied)"
-        remedy = "Check its rights and those of the folders above it, or name another."
-        return Problem("no-permission", "path", shown(name), message, remedy)
-    if error.errno not in _UNWRITABLE:
-        message = f"cannot be used ({error.strerror})"
-        remedy = "Check what is there, and that its file system answers."
-        return Problem("file-not-usable", "path", shown(name), message, remedy) if name else None
-    message = f"cannot be written ({error.strerror})"
-    remedy = (
-        "Free some space there and try again."
-        if name
-        else "Free some space at its destination, or redirect it."
-    )
-    return Problem("not-writable", name or "output", "", message, remedy)
+    name, why = str(error.filename or ""), error.strerror
+    if error.errno in _UNWRITABLE:
+        space = "Free some space there and try again."
+        output = "Free some space at its destination, or redirect it."
+        message, remedy = f"cannot be written ({why})", space if name else output
+        return Problem("not-writable", name or "output", "", message, remedy)
+    if not name and error.errno != errno.ENAMETOOLONG:
+        return None
+    usual = "file-not-usable", f"cannot be used ({why})", _REMEDY
+    code, message, remedy = _OF_NAMES.get(error.errno or 0, usual)
+    return Problem(code, "path", shown(name) if name else "", message, remedy)
 
 
 def _discard_output() -> None:

@@ -127,14 +127,14 @@ def test_preset_is_made_saved_and_planned(tmp_path: Path, monkeypatch: pytest.Mo
     """In the real helper process."""
     monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", call_tool)
     model = folder(tmp_path, "Some_Model-7B", max_position_embeddings=512, **LLAMA)
-    made, _ = describe_model(str(model), changes={"train.micro_batch": "2"})
+    made, notes = describe_model(str(model), changes={"train.micro_batch": "2"})
     assert create_preset(made) == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
     assert spec == made
     assert (spec.title, spec.gpus) == ("Some Model 7B", 1)
     assert (spec.data.sequence_length, spec.train.micro_batch) == (512, 2)
     assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
-    weights, tokenizer = made.notes
+    weights, tokenizer = notes
     assert "has no weights" in weights
     assert "no tokenizer" in tokenizer
     assert make_plan(spec, superchips(1)).fits

@@ -515,30 +515,32 @@ def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[
 
 
 def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
-    slurm = spec.slurm
+    slurm, share = spec.slurm, max(1, gpus)
     given = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": _time_limit_of(spec, site),
-        "constraint": f'"{slurm.constraint}"' if slurm.constraint else "",
+        "constraint": slurm.constraint and f'"{slurm.constraint}"',
         "nodes": spec.nodes,
+        "ntasks-per-node": 1,
     }
-    yield from (f"--{name}={value}" for name, value in given.items() if value)
-    yield "--ntasks-per-node=1"
-    if gpus and site.gpu_option:
-        yield site.gpu_option.replace("{gpus}", str(gpus))
-    if site.node_option:
-        yield site.node_option
-    share = max(1, gpus)
-    if site.cores_per_gpu:
-        yield f"--cpus-per-task={share * site.cores_per_gpu}"
-    if site.memory_per_gpu_gib:
-        yield f"--mem={share * site.memory_per_gpu_gib}G"
-    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and
-    # srun does not see it.
-    yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
-    yield "--requeue" if site.requeue and slurm.continues else "--no-requeue"
-    yield f"--output={OUTPUT}"
-    yield "--open-mode=append"
-    yield from (*site.options, *slurm.options)
+    shared = {
+        "cpus-per-task": share * site.cores_per_gpu,
+        "mem": site.memory_per_gpu_gib and f"{share * site.memory_per_gpu_gib}G",
+        # To the processes of the step, not to this script: the supervisor and the ranks handle it,
+        # and srun does not see it.
+        "signal": f"{CONTINUE_SIGNAL}@{warning_s}",
+    }
+    options = (
+        *(f"--{name}={value}" for name, value in given.items() if value),
+        site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
+        site.node_option,
+        *(f"--{name}={value}" for name, value in shared.items() if value),
+        "--requeue" if site.requeue and slurm.continues else "--no-requeue",
+        f"--output={OUTPUT}",
+        "--open-mode=append",
+        *site.options,
+        *slurm.options,
+    )
+    return filter(None, options)

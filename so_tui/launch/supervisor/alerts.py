@@ -47,35 +47,29 @@ def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
     """Return what happened to a run, in one sentence; empty for an unknown kind. It begins with a
     word, never with a dash.
     """
-    name, step = run_name_text(run_name), thousands(max(0, alert.step))
-    match known(alert):
-        case "ended":
-            return (
-                f"so-tui: {name} {'was stopped' if state.state == 'stopped' else 'has finished'} "
-                f"at step {step}"
-            )
-        case "failed":
-            return (
-                f"so-tui: {name} {'is lost' if state.state == 'lost' else 'has failed'} at step "
-                f"{step}"
-            )
-        case "not-finite":
-            return f"so-tui: the loss or a gradient of {name} is not finite at step {step}"
-        case "stall":
-            return (
-                f"so-tui: {name} has taken no step for {duration(bounded(alert.value))}, since "
-                f"step {step}"
-            )
-        case "loss":
-            return (
-                f"so-tui: the loss of {name} is {alert.value or 0.0:.4g} at step {step}, above "
-                f"{alert.bound or 0.0:.4g}"
-            )
-        case "disk":
-            left = int(bounded(alert.value))
-            return f"so-tui: {disk_size(left) if left else 'no'} disk space is left for {name}"
-        case None:
-            return ""
+    left = int(bounded(alert.value))
+    words = _WORDS.get(alert.kind, "")
+    return words and "so-tui: " + words.format(
+        name=run_name_text(run_name),
+        step=thousands(max(0, alert.step)),
+        ended="was stopped" if state.state == "stopped" else "has finished",
+        failed="is lost" if state.state == "lost" else "has failed",
+        waited=duration(bounded(alert.value)),
+        loss=alert.value or 0.0,
+        bound=alert.bound or 0.0,
+        left=disk_size(left) if left else "no",
+    )
+
+
+_WORDS = {
+    "ended": "{name} {ended} at step {step}",
+    "failed": "{name} {failed} at step {step}",
+    "not-finite": "the loss or a gradient of {name} is not finite at step {step}",
+    "stall": "{name} has taken no step for {waited}, since step {step}",
+    "loss": "the loss of {name} is {loss:.4g} at step {step}, above {bound:.4g}",
+    "disk": "{left} disk space is left for {name}",
+}
+"""By the kinds of alerts."""
 
 
 def run_name_text(name: str) -> str:

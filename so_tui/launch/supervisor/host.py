@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from so_tui.folders import Environment
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder, log_line
+from so_tui.launch.command import log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import chosen_gpus, refuse_different_host
@@ -124,11 +124,11 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         for node in range(nodes.count)
     )
     return {
-        Placeholder.NODE: str(nodes.node),
-        Placeholder.ADDRESS: nodes.address,
-        Placeholder.PORT: str(nodes.port),
-        Placeholder.HOSTFILE: hostfile,
-        Placeholder.DEVICES: "@".join(devices),
+        "{NODE}": str(nodes.node),
+        "{ADDRESS}": nodes.address,
+        "{PORT}": str(nodes.port),
+        "{HOSTFILE}": hostfile,
+        "{DEVICES}": "@".join(devices),
     }
 
 
@@ -302,11 +302,11 @@ class Host:
         return self.launch.resolved(
             {
                 **others,
-                Placeholder.RUN: str(self._run.path),
-                Placeholder.RUN_ID: known_id(self._run),
-                Placeholder.LAUNCH: self._digest,
-                Placeholder.ATTEMPT: str(self._attempt),
-                Placeholder.RENDEZVOUS: meeting,
+                "{RUN}": str(self._run.path),
+                "{RUN_ID}": known_id(self._run),
+                "{LAUNCH}": self._digest,
+                "{ATTEMPT}": str(self._attempt),
+                "{RENDEZVOUS}": meeting,
             }
         )
 

@@ -326,6 +326,15 @@ def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> _Clock |
 _LONGEST_NAME = 20
 _MOST = 8
 """Causes that are read: more than there are."""
+_WORDS = {
+    "binding": "rank {rank}{more} may not run on the planned cores",
+    "memory-node": "only {share} of rank {rank}'s memory is on its node",
+    "foreign-load": "{others}",
+    "clocks": "a GPU runs at {measured} of {planned} MHz",
+    "copies": "copies between GPU and host reach {rate} instead of {planned_rate}",
+    "adam": "Adam moves {rate} instead of {planned_rate}",
+    "data": "each step waits {waited} for data",
+}
 _REMEDIES = {
     "binding": (
         "Something moved its processes (`taskset`, a cpuset): the dashboard shows where they are. "
@@ -374,28 +383,17 @@ def slowdown_remedy(found: Slowdown) -> str:
 def _cause_text(cause: Cause) -> str:
     """Return a cause in words; empty for one that this version does not know."""
     measured, planned = bounded(cause.measured), bounded(cause.planned)
-    rank = int(bounded(cause.rank))
-    match cause.code:
-        case "binding":
-            more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
-            return f"rank {rank}{more} may not run on the planned cores"
-        case "memory-node":
-            return f"only {percent(min(measured, 1.0))} of rank {rank}'s memory is on its node"
-        case "foreign-load":
-            return " and ".join(_foreign_load(cause, measured))
-        case "clocks":
-            return f"a GPU runs at {thousands(round(measured))} of {thousands(round(planned))} MHz"
-        case "copies":
-            return (
-                f"copies between GPU and host reach {bandwidth(measured)} instead of "
-                f"{bandwidth(planned)}"
-            )
-        case "adam":
-            return f"Adam moves {bandwidth(measured)} instead of {bandwidth(planned)}"
-        case "data":
-            return f"each step waits {duration(measured)} for data"
-        case _:
-            return ""
+    return _WORDS.get(cause.code, "").format(
+        rank=int(bounded(cause.rank)),
+        more=f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else "",
+        share=percent(min(measured, 1.0)),
+        others=" and ".join(_foreign_load(cause, measured)),
+        measured=thousands(round(measured)),
+        planned=thousands(round(planned)),
+        rate=bandwidth(measured),
+        planned_rate=bandwidth(planned),
+        waited=duration(measured),
+    )
 
 
 def _foreign_load(cause: Cause, share: float) -> Iterator[str]:
