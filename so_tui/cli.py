@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 _FOR_PROGRAMS = ("supervise", "completion")
 """Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-_OF_NAMES = {
-    errno.ENAMETOOLONG: (
-        "name-too-long",
-        "is too long for a file name",
-        "Give a shorter one.",
-    ),
-    errno.EACCES: (
-        "no-permission",
-        "may not be opened (Permission denied)",
-        "Check its rights and those of the folders above it, or name another.",
-    ),
-}
-"""Code, message and remedy of errors that are about a name."""
-_REMEDY = "Check what is there, and that its file system answers."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,20 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(argv)
     except _Ended as ended:
         # Seen by whoever waits for this process, as if nothing had been cleaned up.
-        signal.signal(ended.number, signal.SIG_DFL)
-        os.kill(os.getpid(), ended.number)
-        return 128 + ended.number  # the first process of a container ignores it
+        (number,) = ended.args
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return 128 + int(number)  # the first process of a container ignores it
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
 
 
 class _Ended(BaseException):
-    """A signal ends the command. Not an error, so that no ``except Exception`` stops it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(number)
+    """A signal, its argument, ends the command. Not an error, so that no ``except Exception`` stops
+    it.
+    """
 
 
 def _ended_by_signals() -> list[signal.Signals]:
@@ -194,15 +179,35 @@ def _problem_of(error: OSError) -> Problem | None:
 
     name, why = str(error.filename or ""), error.strerror
     if error.errno in _UNWRITABLE:
-        space = "Free some space there and try again."
-        output = "Free some space at its destination, or redirect it."
-        message, remedy = f"cannot be written ({why})", space if name else output
-        return Problem("not-writable", name or "output", "", message, remedy)
+        remedy = (
+            "Free some space there and try again."
+            if name
+            else "Free some space at its destination, or redirect it."
+        )
+        return Problem("not-writable", name or "output", "", f"cannot be written ({why})", remedy)
     if not name and error.errno != errno.ENAMETOOLONG:
         return None
-    usual = "file-not-usable", f"cannot be used ({why})", _REMEDY
-    code, message, remedy = _OF_NAMES.get(error.errno or 0, usual)
-    return Problem(code, "path", shown(name) if name else "", message, remedy)
+    value = shown(name) if name else ""
+    known = {
+        errno.ENAMETOOLONG: Problem(
+            "name-too-long", "path", value, "is too long for a file name", "Give a shorter one."
+        ),
+        errno.EACCES: Problem(
+            "no-permission",
+            "path",
+            value,
+            "may not be opened (Permission denied)",
+            "Check its rights and those of the folders above it, or name another.",
+        ),
+    }
+    usual = Problem(
+        "file-not-usable",
+        "path",
+        value,
+        f"cannot be used ({why})",
+        "Check what is there, and that its file system answers.",
+    )
+    return known.get(error.errno or 0, usual)
 
 
 def _discard_output() -> None:

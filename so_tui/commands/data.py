@@ -122,15 +122,17 @@ def _sources(preview: DataPreview) -> RenderableType:
     counted = ("rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each")
     table = plain_table("source", "layout", *counted, right=counted)
     for source in preview.sources:
-        counts = (
-            source.rows,
-            source.tokens,
-            source.trained_tokens,
-            source.truncated,
-            source.dropped,
+        table.add_row(
+            source.source,
+            source.format,
+            thousands(source.rows),
+            thousands(source.tokens),
+            thousands(source.trained_tokens),
+            thousands(source.truncated),
+            thousands(source.dropped),
+            f"{100 * source.share:.0f} %",
+            f"{source.times_an_epoch:.1f} x",
         )
-        share, times = f"{100 * source.share:.0f} %", f"{source.times_an_epoch:.1f} x"
-        table.add_row(source.source, source.format, *map(thousands, counts), share, times)
     return table
 
 

@@ -96,8 +96,7 @@ def print_mpam_script(machine: Machine, plan: Plan | None) -> int:
     files = SystemFiles()
     if found := _read_resctrl(files):
         bindings = plan.binding if plan is not None else _on_all_gpus(machine)
-        wanted = _partitions(found, bindings, machine.label)
-        print(_partition_script(machine.label, found, wanted))
+        print(_partition_script(machine.label, found, _partitions(found, bindings, machine.label)))
         return 0
     if "resctrl" not in files.text("/proc/filesystems").split():
         raise reject(
@@ -108,8 +107,11 @@ def print_mpam_script(machine: Machine, plan: Plan | None) -> int:
             "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
         )
     # The limits of the hardware are only known once resctrl is mounted.
-    mounts = _NOT_MOUNTED.format(mount=MOUNT)
-    print(_script(machine.label, "mounts resctrl", [mounts], f"umount {MOUNT}"))
+    print(
+        _script(
+            machine.label, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], f"umount {MOUNT}"
+        )
+    )
     return 0
 
 
@@ -153,34 +155,50 @@ def _partitions(
     adam = {cpu for binding in bindings for cpu in binding.adam_cpus}
     main = {cpu for binding in bindings for cpu in binding.main_cpus} - adam
     wanted = (_partition(found, "main", main), _partition(found, "adam", adam))
-    for wrong, code, message, remedy in (
+    for wrong, problem in (
         (
             not adam or not main,
-            "no-adam-cores",
-            "no rank has Adam cores beside its main cores",
-            "Name a preset that trains with superoffload, on two cores or more.",
+            reject(
+                "no-adam-cores",
+                "--mpam",
+                host,
+                "no rank has Adam cores beside its main cores",
+                "Name a preset that trains with superoffload, on two cores or more.",
+            ),
         ),
         (
             len(found.groups) + _GROUPS > found.most_groups,
-            "too-few-partitions",
-            "the hardware has no two partitions left",
-            "Remove groups in /sys/fs/resctrl that are not used.",
+            reject(
+                "too-few-partitions",
+                "--mpam",
+                host,
+                "the hardware has no two partitions left",
+                "Remove groups in /sys/fs/resctrl that are not used.",
+            ),
         ),
         (
             any((adam | main).intersection(cpus) for cpus in found.groups.values()),
-            "cores-partitioned",
-            "a group in /sys/fs/resctrl has some of the run's cores already",
-            "Remove that group (`rmdir`) first, or keep it.",
+            reject(
+                "cores-partitioned",
+                "--mpam",
+                host,
+                "a group in /sys/fs/resctrl has some of the run's cores already",
+                "Remove that group (`rmdir`) first, or keep it.",
+            ),
         ),
         (
             not any(partition.schemata for partition in wanted),
-            "no-partitions",
-            "neither memory bandwidth nor the L3 cache can be partitioned by shares",
-            "Mount resctrl without `mba_MBps`, if it has that option.",
+            reject(
+                "no-partitions",
+                "--mpam",
+                host,
+                "neither memory bandwidth nor the L3 cache can be partitioned by shares",
+                "Mount resctrl without `mba_MBps`, if it has that option.",
+            ),
         ),
     ):
         if wrong:
-            raise reject(code, "--mpam", host, message, remedy)
+            raise problem
     return wanted
 
 

@@ -103,8 +103,7 @@ def presets(arguments: Namespace) -> int:
         )
         print_json(Presets(tuple(listed), tuple(map(str, catalog.problems))))
     else:
-        headings = ("name", "model", "GPUs", "tokens", "from")
-        table = plain_table(*headings, right=("GPUs", "tokens"))
+        table = plain_table("name", "model", "GPUs", "tokens", "from", right=("GPUs", "tokens"))
         for name, preset in catalog.presets.items():
             spec = preset.spec
             table.add_row(

@@ -186,9 +186,6 @@ part of one.
 """
 
 
-TRAINER_MODULE = "so_tui_trainer"
-
-
 def argv(plan: Plan) -> tuple[str, ...]:
     """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for
     the host's values.
@@ -211,7 +208,7 @@ def argv(plan: Plan) -> tuple[str, ...]:
     # Without a working numactl the launcher would fail. The trainer binds itself in any case.
     if uses_numactl(plan.binding):
         where += ["--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding)]
-    trainer = [TRAINER_MODULE, "--run", "{RUN}", "--attempt", "{ATTEMPT}"]
+    trainer = ["so_tui_trainer", "--run", "{RUN}", "--attempt", "{ATTEMPT}"]
     if plan.spec.nodes > 1:
         trainer += ["--node", "{NODE}"]
     return (sys.executable, "-m", "deepspeed.launcher.runner", *where, "--module", *trainer)
@@ -248,18 +245,6 @@ _THREADS = "one thread for each Adam core; a site default of 1 would be very slo
 def variables(plan: Plan, machine: Machine, inherited: Environment) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be
     placeholders.
-    """
-    return tuple(
-        Variable(name, value, reason)
-        for holds, name, value, reason in _changes(plan, machine, inherited)
-        if holds
-    )
-
-
-def _changes(
-    plan: Plan, machine: Machine, inherited: Environment
-) -> tuple[tuple[object, str, str | None, str], ...]:
-    """Return whether each change is made, its name, value and reason.
 
     The ranks of one host meet in a file of this user and on the loopback interface, where no other
     user can join them. A site's modules often name the cluster's network for NCCL. On one host NCCL
@@ -277,12 +262,14 @@ def _changes(
         for name in compiled
         if inherited.get(name)
     }
-    theirs = plan.spec.offload.deepspeed_superoffload
-    allocator, options = _allocator(machine.software, deepspeed_engine=theirs)
+    allocator, options = _allocator(
+        machine.software, deepspeed_engine=plan.spec.offload.deepspeed_superoffload
+    )
     chosen = bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys())
     architectures = inherited.get("TORCH_CUDA_ARCH_LIST", "")
     valid = valid_arch_list(architectures)
-    return (
+    # Whether each is made, its name, value and reason.
+    changes: tuple[tuple[object, str, str | None, str], ...] = (
         (True, RUN_MARKER, "{RUN}", "marks the processes of this run"),
         (
             True,
@@ -401,6 +388,7 @@ def _changes(
             "everything this run needs is part of so-tui",
         ),
     )
+    return tuple(Variable(name, value, reason) for holds, name, value, reason in changes if holds)
 
 
 def apply(changes: tuple[Variable, ...], inherited: Environment) -> dict[str, str]:
@@ -466,6 +454,9 @@ def _allocator(software: Software, *, deepspeed_engine: bool) -> tuple[str, str]
 
 def _is_embedded(spec: RunSpec) -> bool:
     """Return whether a spec's model and data are part of so-tui."""
-    sources = (part.source for part in spec.data.sources)
-    named = (spec.model.id, *sources, spec.data.evaluation or "builtin:")
+    named = (
+        spec.model.id,
+        *(part.source for part in spec.data.sources),
+        spec.data.evaluation or "builtin:",
+    )
     return all(source.startswith("builtin:") for source in named)

@@ -160,8 +160,12 @@ class ToolProcess:
         if self._failure is not None:
             raise self._failure
         if code == -signal.SIGXCPU:
-            took = "took more CPU time than a row or a file may"
-            raise self._took_too_much("helper-cpu-limit", "row_s", self._limits.row_s, took)
+            raise self._took_too_much(
+                "helper-cpu-limit",
+                "row_s",
+                self._limits.row_s,
+                "took more CPU time than a row or a file may",
+            )
         if problems:
             found = msgspec.convert(problems, list[Problem])
             raise InputError(found) if code == InputError.exit_code else ToolError(found[0])

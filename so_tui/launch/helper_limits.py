@@ -37,7 +37,6 @@ _SHARE = 0.9
 """Largest share of the machine's free memory."""
 _LARGE = frozenset(("build_ops", "calibrate", "convert", "export", "fetch", "prepare"))
 """Helpers that move weights, measure the machine or compile, and may take what is free."""
-_SMALL_FILES = frozenset(("describe_model",))
 _OWN_KIB = re.compile(r"^RssAnon:\s*(\d+)", re.MULTILINE)
 _F_SETSIG = 10
 """``fcntl.F_SETSIG``, which Python does not have on every version."""
@@ -85,9 +84,9 @@ def restrict(name: str, pid: int, inherited: int) -> None:
     """
     with suppress(OSError):  # it has ended already
         resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-        if name in _SMALL_FILES:
-            size = _LARGEST_FILE_BYTES, _LARGEST_FILE_BYTES
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, size)
+        if name == "describe_model":
+            most = (_LARGEST_FILE_BYTES,) * 2
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
     fcntl.fcntl(inherited, fcntl.F_SETOWN, -pid)
     fcntl.fcntl(inherited, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(inherited, fcntl.F_SETFL, os.O_ASYNC)

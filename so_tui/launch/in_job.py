@@ -155,8 +155,9 @@ def _attempt_of_restart(
             )
         return attempt, digest
     finally:
-        told = _Restart(attempt=attempt, launch=digest)
-        write_run_json(run, run.restart_path(submitted, count), told)
+        write_run_json(
+            run, run.restart_path(submitted, count), _Restart(attempt=attempt, launch=digest)
+        )
 
 
 def _make_attempt(
@@ -167,8 +168,7 @@ def _make_attempt(
     """
     from so_tui.launch.lifecycle import resume
 
-    launch = prepare_resume(run, machine, assume_dead=assume_dead)
-    return resume(run, launch, executor=executor)
+    return resume(run, prepare_resume(run, machine, assume_dead=assume_dead), executor=executor)
 
 
 def _put_back(run: RunDirectory) -> None:
@@ -273,8 +273,13 @@ def _supervise_run(
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
-            ranks = len(launch.plan.binding)
-            keep_network(submission.cluster, submission.partition, launch.machine, rate, ranks)
+            keep_network(
+                submission.cluster,
+                submission.partition,
+                launch.machine,
+                rate,
+                len(launch.plan.binding),
+            )
         if goes_on(requeue=False):
             try:
                 _make_attempt(run, launch.machine, SlurmExecutor(), assume_dead=False)

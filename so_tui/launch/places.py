@@ -104,8 +104,11 @@ def keep_network(
     """
     seen = _seen_machine(cluster, partition)
     machine = seen.machine if seen is not None else machine
-    source = f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}"
-    network = measured_network(rate.bytes_per_s, local_ranks / max(1, len(machine.gpus)), source)
+    network = measured_network(
+        rate.bytes_per_s,
+        local_ranks / max(1, len(machine.gpus)),
+        f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}",
+    )
     remember(cluster, partition, replace(machine, network=network))
 
 

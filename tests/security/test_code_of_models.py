@@ -322,7 +322,7 @@ def test_a_branch_that_moves_runs_no_other_code(
         add = partial(describe_model, "owner/model", trust_remote_code=True)
         assert refusal(add).value == "owner/model"
         assert not trace.exists()
-        assert add(revision="v1").spec.model.trust_remote_code
+        assert add(revision="v1")[0].model.trust_remote_code
         assert trace.exists()
 
 

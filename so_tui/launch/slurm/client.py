@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import Environment, cache_home
+from so_tui.launch.launch import Job
 from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
@@ -29,24 +30,7 @@ from so_tui.trust.decoding import readable_json
 from so_tui.trust.folders import private_folder, umask_of
 from so_tui.trust.text import brief_line, brief_message, quoted
 
-# A job as Slurm's commands list it.
-
-
 _NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
-
-
-class Job(Struct, frozen=True, kw_only=True):
-    """A job as ``squeue`` or ``sacct`` lists it."""
-
-    id: str
-    state: str
-    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
-    reason: str = ""
-    start: float | None = None
-    """When it started, or is expected to, in seconds since the epoch."""
-    nodes: str = ""
-    folder: str = ""
-    """Its working folder."""
 
 
 def _word(text: str) -> str:
@@ -97,8 +81,9 @@ def submit(script: str, folder: str, environment: Environment) -> str:
     Raises:
         SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.
     """
-    command = ("sbatch", "--parsable", f"--chdir={folder}")
-    printed = _call(command, environment, script, umask_of(Path(folder)))
+    printed = _call(
+        ("sbatch", "--parsable", f"--chdir={folder}"), environment, script, umask_of(Path(folder))
+    )
     last = printed.strip().rpartition("\n")[2]  # sites print greetings before it
     if (found := _SUBMITTED.fullmatch(last)) is None:
         raise SlurmError(f"sbatch did not say which job it made: {brief_line(last)}")
@@ -107,8 +92,8 @@ def submit(script: str, folder: str, environment: Environment) -> str:
 
 def own_jobs() -> tuple[Job, ...]:
     """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
-    asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
-    return _parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
+    user, form = f"--user={os.geteuid()}", f"--format={_QUEUE}"
+    return _parse_queue(_call(("squeue", user, "--states=all", "--noheader", form)))
 
 
 def accounted(job_id: str) -> Job | None:
@@ -163,8 +148,9 @@ def cluster_name() -> str:
         if time.monotonic() < until:
             raise error
     try:
-        config = _call(("scontrol", "show", "config"))
-        found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+        found = re.search(
+            r"^ClusterName\s*=(.*)$", _call(("scontrol", "show", "config")), re.MULTILINE
+        )
         if found and (name := found[1].strip()):
             return name
         raise SlurmError("Slurm does not say which cluster this is")
@@ -380,8 +366,11 @@ def _is_due(path: Path, interval_s: float) -> bool:
 
 def _found(path: Path) -> _Queue | None:
     """Return the newest answer that this process or another one got."""
-    read = readable_json(path, _Queue, own=True)
-    answers = [answer for answer in (_answers.get(path), read) if answer is not None]
+    answers = [
+        answer
+        for answer in (_answers.get(path), readable_json(path, _Queue, own=True))
+        if answer is not None
+    ]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
 
 

@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from so_tui.folders import state_home, user_folder
+from so_tui.launch.launch import OUTPUT
 from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
@@ -49,9 +50,6 @@ from so_tui.units import duration
 # one is kept until it is submitted.
 
 
-_DEFAULT_EDITOR = "vi"
-
-
 def edited(text: str) -> str:
     """Return a text as the user saves it in ``$VISUAL``, ``$EDITOR``, or vi. Only the main thread
     may call this.
@@ -59,7 +57,7 @@ def edited(text: str) -> str:
     Raises:
         SoTuiError: The editor cannot be started, fails, or leaves nothing.
     """
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or _DEFAULT_EDITOR
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory(prefix="so-tui-") as folder:
         path = Path(folder) / "job.sh"
         path.write_text(text, encoding="utf-8")
@@ -68,19 +66,18 @@ def edited(text: str) -> str:
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
-        except (OSError, ValueError) as error:
-            raise SoTuiError(
-                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
-            ) from error
-        finally:
-            signal.signal(signal.SIGINT, before)
-        try:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
             raise SoTuiError(
                 f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to "
                 "UTF-8"
             ) from error
+        except (OSError, ValueError) as error:
+            raise SoTuiError(
+                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
+            ) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
     if code != 0 or not saved.strip():
         why = f"ended with code {code}" if code else "left an empty file"
         raise SoTuiError(f"the editor `{editor}` {why}, so the script was not changed")
@@ -92,10 +89,6 @@ class Draft(Struct, frozen=True):
 
     script: str
     path: Path
-
-    def discard(self) -> None:
-        """Remove the file: the script has been submitted."""
-        self.path.unlink(missing_ok=True)
 
 
 def kept(script: str, name: str, before: Draft | None = None) -> Draft:
@@ -308,10 +301,6 @@ def _clusters_of(name: str) -> tuple[Any, ...]:
     return ()
 
 
-OUTPUT = "slurm.%j.log"
-"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in
-it.
-"""
 CONTINUE_SIGNAL = "USR1"
 _DISK_BYTES_PER_S = 1e9
 """Rate at which a shared file system takes a checkpoint, until one has been measured."""
@@ -427,8 +416,9 @@ def for_run(script: str, generated: str) -> str:
             "has no line `so_tui_run=...`, which names the run directory",
             "Keep it, and what uses it, as --edit shows them.",
         )
-    moved = _RUN.sub(lambda _: named[0], script, count=1)
-    return moved.replace(_name_option(other), _name_option(named), 1)
+    return _RUN.sub(lambda _: named[0], script, count=1).replace(
+        _name_option(other), _name_option(named), 1
+    )
 
 
 def _name_option(run_line: re.Match[str]) -> str:
@@ -492,8 +482,13 @@ def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[
     for option in spec.slurm.options:
         name = option.partition("=")[0]
         if name in site.refused_options:
-            message = f"{site.title} refuses {name}"
-            yield Problem("option-refused", "slurm.options", option, message, "Leave it out.")
+            yield Problem(
+                "option-refused",
+                "slurm.options",
+                option,
+                f"{site.title} refuses {name}",
+                "Leave it out.",
+            )
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
             yield Problem(
                 "option-reserved",

@@ -118,15 +118,20 @@ class _AlertWatch:
         """Return the alerts of new records and of the time since the last step."""
         found: list[Alert] = []
         for record in records:
-            if isinstance(record, PhaseRecord) and record.attempt == self._attempt:
+            if record.attempt != self._attempt:
+                continue
+            if isinstance(record, PhaseRecord):
                 self._trains = record.phase == "training"
-            elif isinstance(record, StepRecord) and record.attempt == self._attempt:
+            elif isinstance(record, StepRecord):
                 # The record of its phase may have met a full disk.
                 self._trains = True
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
-                alerts = self._of_step(record, settings)
-                found += [alert for alert in alerts if alert.step > self._told_step]
+                found += [
+                    alert
+                    for alert in self._of_step(record, settings)
+                    if alert.step > self._told_step
+                ]
         if not self._trains:
             self._last_step_at = now
         waited_s = now - self._last_step_at
@@ -143,8 +148,9 @@ class _AlertWatch:
         least = 0.0 if full else float(min(free_bytes.values(), default=math.inf))
         if not full and least > _ENOUGH * bound:
             self._raised.discard("disk")
-        low = full or least < bound
-        return self._noticed("disk", state.step, settings, low, value=least, bound=bound)
+        return self._noticed(
+            "disk", state.step, settings, full or least < bound, value=least, bound=bound
+        )
 
     def end(self, state: RunState, settings: AlertSettings) -> Alerts:
         """Return the alert of the end that a final state records."""
@@ -243,8 +249,7 @@ class Announcer:
 
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
         """Write figures for Prometheus, if the settings name a folder."""
-        folder = self._settings().prometheus.folder
-        self._textfile.publish(folder, state, step, sample)
+        self._textfile.publish(self._settings().prometheus.folder, state, step, sample)
 
     def end(self, state: RunState) -> Alerts:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and

@@ -28,7 +28,6 @@ from so_tui.launch.supervisor.processes import (
     Loss,
     ProcessTree,
     markers,
-    reap_orphans,
 )
 from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import missing_network
@@ -231,8 +230,9 @@ class Host:
         self._rendezvous: Path | None = None
         self._locks: tuple[host_check.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
-        node = nodes.node if nodes.count > 1 else None
-        self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
+        self.tree = ProcessTree(
+            markers(run, attempt, nodes.node if nodes.count > 1 else None), os.getpid()
+        )
         self.first_loss: Loss | None = None
         """The first of runner, launcher and ranks that ended: the cause of what follows."""
         self.shutdown = Shutdown()
@@ -259,8 +259,7 @@ class Host:
             HostDiffersError: This is not the host that was planned for.
             OSError: The process or a file could not be made.
         """
-        gpus = chosen_gpus(self.launch)
-        self._locks = host_check.take_gpus(gpus, str(self._run.path))
+        self._locks = host_check.take_gpus(chosen_gpus(self.launch), str(self._run.path))
         refuse_different_host(self.launch, inspect_machine())
         launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
@@ -289,8 +288,9 @@ class Host:
     def _resolved(self) -> Launch:
         """Make what the ranks need to meet, and return the launch with this host's values."""
         if self._nodes.count == 1:
-            folder = host_check.lock_folder()
-            self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
+            self._rendezvous = make_rendezvous(
+                host_check.lock_folder(), self._run.path, self._attempt
+            )
             meeting, others = init_method(self._rendezvous), {}
         else:
             listed = self._run.hostfile_path(self._attempt, self._nodes.node)
@@ -312,9 +312,12 @@ class Host:
 
     def take_over(self) -> None:
         """Take the locks of a supervisor that died, except those that its processes still hold, and
-        those that another run has by now: what lives is watched, whoever has its locks.
+        those that another run has by now: what lives is watched, whoever has its locks. Read the
+        last lines of the log.
         """
         path = self._run.path
+        with self.despite_errors_of("log"):
+            self._take_lines(self._log.tail(LOG_LINES))
         with self.despite_errors_of("rendezvous"):
             self._rendezvous = _rendezvous_path(host_check.lock_folder(), path, self._attempt)
         for gpu in chosen_gpus(self.launch):
@@ -324,10 +327,6 @@ class Host:
                 except host_check.LockTakenError as error:
                     if error.holder.run != str(path):
                         raise
-
-    def running(self) -> bool:
-        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
-        return self._runner is not None and self.status() is None
 
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
@@ -369,7 +368,9 @@ class Host:
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while not self.handed_over and (self.tree.alive or self.running()):
+            while not self.handed_over and (
+                self.tree.alive or (self._runner is not None and self.status() is None)
+            ):
                 self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._scan()
                 acts = tick()
@@ -389,11 +390,19 @@ class Host:
                     samples.close()
 
     def reap(self, *kept: int | None) -> None:
-        """Collect ended orphans, but not the children ``kept``, whose owners collect them. Call it
-        after a scan, which reads their exit codes.
+        """Collect ended children, which would stay zombies: a subreaper's orphans. Call it after a
+        scan, which reads their exit codes.
+
+        Args:
+            kept: Pids of children that somebody else collects. One that has ended may let others
+                wait until it is collected.
         """
-        known = (process.pid for process in self.tree.alive)
-        reap_orphans({self._runner.pid if self._runner else None, *kept, *known})
+        known = {self._runner.pid if self._runner else None, *kept}
+        known |= {process.pid for process in self.tree.alive}
+        looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):  # there are no children
+            while (ended := os.waitid(os.P_ALL, 0, looks)) and ended.si_pid not in known:
+                os.waitpid(ended.si_pid, 0)
 
     def act(self) -> None:
         """End the processes if it is time, show that the locks are in use, and keep the log
@@ -404,18 +413,14 @@ class Host:
             self.signal_all(signum)
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
-            for number, lock in enumerate(filter(None, (self._run_lock, *self._locks))):
+            locks: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
+            for number, lock in enumerate(filter(None, locks)):
                 with self.despite_errors_of(f"lock {number}"):
                     lock.refresh()
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
                 self._trim_due = now + _LOG_TRIM_S
-
-    def read_tail(self) -> None:
-        """Read the last lines of a log that another supervisor may have begun."""
-        with self.despite_errors_of("log"):
-            self._take_lines(self._log.tail(LOG_LINES))
 
     def signal_all(self, signum: signal.Signals) -> None:
         """Send a signal to every process of the run."""
@@ -502,8 +507,9 @@ class Host:
         with self.despite_errors_of("output"):
             self._take_lines(self._log.poll())
         if lost and self.first_loss is None:
-            unprompted = self.shutdown.terminated_at is None
-            self.first_loss = Loss(lost[0], self.tree.gone[lost[0]], unprompted)
+            self.first_loss = Loss(
+                lost[0], self.tree.gone[lost[0]], self.shutdown.terminated_at is None
+            )
         if any(process.role != "rank" for process in lost):
             self.shutdown.broken = True
 

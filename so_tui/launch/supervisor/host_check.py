@@ -44,15 +44,21 @@ def refuse_different_host(launch: Launch, host: Machine) -> None:
     named = ", ".join(f"{index} ({bus_id})" for index, bus_id in sorted(gpus))
     without = f"which {host.hostname} does not have"
     used = (
-        (gpus, "gpu-missing", f"GPU {named}, {without}"),
-        (nodes, "numa-node-missing", f"NUMA node {cpu_ranges(nodes)}, {without}"),
+        (gpus, Refusal("gpu-missing", f"the plan uses GPU {named}, {without}")),
+        (
+            nodes,
+            Refusal("numa-node-missing", f"the plan uses NUMA node {cpu_ranges(nodes)}, {without}"),
+        ),
         (
             cores,
-            "cores-not-allowed",
-            f"cores {cpu_ranges(cores)}, which may not be used on {host.hostname}",
+            Refusal(
+                "cores-not-allowed",
+                f"the plan uses cores {cpu_ranges(cores)}, which may not be used on "
+                f"{host.hostname}",
+            ),
         ),
     )
-    missing = [Refusal(code, f"the plan uses {what}") for lacks, code, what in used if lacks]
+    missing = [refusal for lacking, refusal in used if lacking]
     if missing:
         raise HostDiffersError(missing)
 

@@ -156,8 +156,9 @@ class NodeSupervisor:
         self._attempt = attempt
         self._host = Host(run, attempt, launch, digest, nodes)
         self._path = run.node_path(attempt, nodes.node)
-        supervisor = identify(os.getpid(), "supervisor")
-        self._state = NodeState(host=self._host.name, supervisor=supervisor)
+        self._state = NodeState(
+            host=self._host.name, supervisor=identify(os.getpid(), "supervisor")
+        )
         self._first_heartbeat = -1
         self._first_heard_at = time.monotonic()
         self._first_started = False
