@@ -312,12 +312,9 @@ class Host:
 
     def take_over(self) -> None:
         """Take the locks of a supervisor that died, except those that its processes still hold, and
-        those that another run has by now: what lives is watched, whoever has its locks. Read the
-        last lines of the log.
+        those that another run has by now: what lives is watched, whoever has its locks.
         """
         path = self._run.path
-        with self.despite_errors_of("log"):
-            self._take_lines(self._log.tail(LOG_LINES))
         with self.despite_errors_of("rendezvous"):
             self._rendezvous = _rendezvous_path(host_check.lock_folder(), path, self._attempt)
         for gpu in chosen_gpus(self.launch):
@@ -327,6 +324,10 @@ class Host:
                 except host_check.LockTakenError as error:
                     if error.holder.run != str(path):
                         raise
+
+    def running(self) -> bool:
+        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
+        return self._runner is not None and self.status() is None
 
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
@@ -364,13 +365,13 @@ class Host:
             tick: Acts after each scan; returns whether the host is still sampled.
             take: Takes note of a sample, which has yet to be written.
         """
+        with self.despite_errors_of("log"):  # another supervisor may have begun it
+            self._take_lines(self._log.tail(LOG_LINES))
         sampler = Sampler(self.launch.machine, self.tree, self._attempt)
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while not self.handed_over and (
-                self.tree.alive or (self._runner is not None and self.status() is None)
-            ):
+            while not self.handed_over and (self.tree.alive or self.running()):
                 self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._scan()
                 acts = tick()
@@ -414,9 +415,10 @@ class Host:
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
             locks: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
-            for number, lock in enumerate(filter(None, locks)):
+            for number, lock in enumerate(locks):
                 with self.despite_errors_of(f"lock {number}"):
-                    lock.refresh()
+                    if lock is not None:
+                        lock.refresh()
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
