@@ -1,6 +1,6 @@
-"""What the attacker's processes do: ``python -m benchmarks.attacks.attacker WHAT ARGUMENT...``.
+"""The attacker's processes: ``python -m benchmarks.attacks.attacker WHAT ARGUMENT...``.
 
-Each waits for a moment of the victim's, changes something at once, and says what it did.
+Each waits for the victim to reach some point, changes something right then, and prints it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FORBIDDEN = "the kernel forbids it"
-"""What is said where an attack ends, because somebody else may not write there."""
+"""Printed where an attack ends because other users cannot write there."""
 _LIMIT_S = 180.0
 _LOOKS_INTO = 0x20 | 0x10 | 0x1
 """inotify: opened, closed after reading, read."""
@@ -82,7 +82,7 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
     """Put a folder in the place of another one when a command line matches.
 
     Args:
-        pattern: What the command line has. Its group is the folder's path, if none is given.
+        pattern: A regular expression for the command line. Its group is the folder's path, if none is given.
         instead: The folder to put there.
         folder: The folder to exchange.
         lock: A file to keep in it for a while: torch waits for that, and then loads a library
@@ -114,7 +114,7 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
 
 
 def turn(watched: str, link: str, target: str) -> None:
-    """Turn a link to another target as soon as somebody reads the watched file."""
+    """Point a link to a different target as soon as the watched file is read."""
     ready = Path(f"{link}.new")
     ready.symlink_to(target)
     for _ in _events(Path(watched), _LOOKS_INTO):
@@ -124,7 +124,7 @@ def turn(watched: str, link: str, target: str) -> None:
 
 
 def rewrite(old: str, new: str, *files: str) -> None:
-    """Change a word in files as soon as somebody has looked into the first one."""
+    """Change a word in files as soon as the first one has been read."""
     changed = {Path(file): Path(file).read_text().replace(old, new) for file in files}
     for _ in _events(Path(files[0]), _LOOKS_INTO):
         for path, text in changed.items():
