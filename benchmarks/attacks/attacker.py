@@ -82,7 +82,8 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
     """Put a folder in the place of another one when a command line matches.
 
     Args:
-        pattern: A regular expression for the command line. Its group is the folder's path, if none is given.
+        pattern: A regular expression for the command line, whose group is the folder's path if
+            none is given.
         instead: The folder to put there.
         folder: The folder to exchange.
         lock: A file to keep in it for a while: torch waits for that, and then loads a library
