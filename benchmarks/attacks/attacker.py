@@ -6,12 +6,15 @@ Each waits for the victim to reach some point, changes something right then, and
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
+import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +137,40 @@ def rewrite(old: str, new: str, *files: str) -> None:
         return
 
 
+def storm(first: str, second: str) -> None:
+    """Exchange two names all the time."""
+    exchange_flag, here = 2, -100
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = (os.fsencode(first), os.fsencode(second))
+    while libc.renameat2(here, names[0], here, names[1], exchange_flag) == 0:
+        print("ready", flush=True)
+        time.sleep(random.random() / 500)
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), first)
+
+
+def squat(path: str) -> None:
+    """Take a name all the time: by a folder that everybody can write, and by a link to one."""
+    place, elsewhere = Path(path), Path(f"{path}.elsewhere")
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    for turn_of_link in itertools.cycle((False, True)):
+        with suppress(FileExistsError):  # the victim was first
+            if turn_of_link:
+                place.symlink_to(elsewhere)
+            else:
+                place.mkdir()
+                place.chmod(0o777)
+        print("ready", flush=True)
+        time.sleep(random.random() / 500)
+        with suppress(OSError):
+            if turn_of_link:
+                place.unlink()
+            else:
+                place.rmdir()
+
+
 _PARTS: dict[str, Callable[..., None]] = {
-    part.__name__: part for part in (bait, exchange, turn, rewrite)
+    part.__name__: part for part in (bait, exchange, turn, rewrite, storm, squat)
 }
 
 if __name__ == "__main__":
