@@ -479,8 +479,8 @@ def describe_model(
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
 ) -> tuple[RunSpec, tuple[str, ...]]:
-    """Return the spec of a model, which is not saved yet, and notes about the model. Takes seconds,
-    in a helper process that downloads at most config.json.
+    """Return an unsaved spec of a model, and notes about the model. Takes seconds, in a helper
+    process that downloads at most config.json.
 
     Args:
         model: A hub id or a local folder.

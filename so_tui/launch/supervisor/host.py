@@ -311,8 +311,8 @@ class Host:
         )
 
     def take_over(self) -> None:
-        """Take the locks of a supervisor that died, except those that its processes still hold, and
-        those that another run has by now: what lives is watched, whoever has its locks.
+        """Take the locks of a supervisor that died, except those that its processes still hold, or
+        that another run has taken. Living processes are watched in any case.
         """
         path = self._run.path
         with self.despite_errors_of("rendezvous"):
