@@ -11,6 +11,7 @@ on the CPU, on the GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
@@ -224,16 +225,12 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
 
 def _phase_bytes(terms: Sequence[MemoryTerm], location: str) -> dict[Phase, int]:
     """Return the bytes of one rank at the peak of each phase, from ``_all_terms``."""
-    always = sum(
-        found.bytes
-        for found in terms
-        if found.location == location and not found.phase and found.rank is None
-    )
-    totals: dict[Phase, int] = {}
+    totals: Counter[Phase | None] = Counter()
     for found in terms:
-        if found.location == location and found.phase:
-            totals[found.phase] = totals.get(found.phase, always) + found.bytes
-    return totals
+        if found.location == location and found.rank is None:
+            totals[found.phase] += found.bytes
+    always = totals.pop(None, 0)
+    return {phase: always + size for phase, size in totals.items() if phase}
 
 
 def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:

@@ -31,28 +31,26 @@ def _code(name: str) -> str:
 class Fact(Struct, frozen=True, tag_field="code", tag=_code):
     """A fact of a plan; its ``code`` is the class's name in kebab case."""
 
-    words = ""
-    """The fact in words, with a remedy where there is one.
+    @property
+    def words(self) -> str:
+        """The fact in words, with a remedy where there is one.
 
-    Fields are in braces, each with its unit, or with what to say if it is true and if it is not:
-    ``{size:memory}``, ``{raised:more|fewer}``. A clause in brackets is said only if all its fields
-    are known.
-    """
+        Fields are in braces, each with its unit, or with what to say if it is true and if it is
+        not: ``{size:memory}``, ``{raised:more|fewer}``. A clause in brackets is said only if all
+        its fields are known.
+        """
+        return ""
 
-    def say(self, words: str) -> str:
-        """Return a text with this fact's fields in it, as ``words``."""
+    @property
+    def message(self) -> str:
+        """``words`` with this fact's fields in it."""
 
         def known(clause: re.Match[str]) -> str:
             names = [name.partition(".")[0] for _, name, _, _ in _WORDING.parse(clause[1]) if name]
             unknown = any(getattr(self, name) in (None, ()) for name in names)
             return "" if unknown else clause[1]
 
-        return _WORDING.format(_CLAUSE.sub(known, words), self)
-
-    @property
-    def message(self) -> str:
-        """The fact in words."""
-        return self.say(self.words)
+        return _WORDING.format(_CLAUSE.sub(known, self.words), self)
 
 
 class _Wording(Formatter):
@@ -148,7 +146,7 @@ class MemoryNeeded(Fact, frozen=True):
     hosts: tuple[NodeNeed, ...]
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         parts = []
         if self.gpu_bytes:
             of = f" of {memory_size(self.gpu_capacity_bytes)}" if self.gpu_capacity_bytes else ""
@@ -248,13 +246,13 @@ class SequencesNotShareable(Fact, frozen=True):
     key_heads: int
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if self.backend in MASKED_BACKENDS:
-            return self.say(
+            return (
                 "train.sequence_parallel = {ranks} needs attention that takes document boundaries, "
                 "and {backend} takes a mask. Set it to 1, or run on GPUs with another backend"
             )
-        return self.say(
+        return (
             "train.sequence_parallel = {ranks} cannot divide the model's {heads} heads and "
             "{key_heads} key heads. Choose a divisor of both"
         )
@@ -397,7 +395,7 @@ class MemoryAdvice(Fact, frozen=True):
     savings: tuple[MemorySaving, ...]
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.savings:
             return (
                 "Use more GPUs, or a machine with more memory; `so-tui plan` shows what is needed"
@@ -440,13 +438,13 @@ class ModeWithoutGpu(Fact, frozen=True):
     mode: Mode
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if self.mode == "superoffload":
             return (
                 "superoffload: on a machine without GPUs the optimizer runs beside the model, on "
                 "cores of its own"
             )
-        return self.say(
+        return (
             "{mode}: DeepSpeed's SuperOffload needs a GPU; with offload.engine = so-tui the "
             "optimizer would have cores of its own"
         )
@@ -514,14 +512,14 @@ class FasterRatio(Fact, frozen=True):
     """Memory of each GPU that it leaves beyond what the smallest does."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         both = "{step_s:.2f} s a step instead of {smallest_step_s:.2f} s"
         if self.alike and self.more_gpu_bytes > 0:
-            return self.say(
+            return (
                 "ratio {ratio:.2f}: about as fast as {smallest_ratio:.2f}, which would fit too "
                 f"({both}), and leaves {{more_gpu_bytes:memory}} more of each GPU"
             )
-        return self.say(
+        return (
             "ratio {ratio:.2f}: {smallest_ratio:.2f} would fit too, but the GPU would step more "
             f"itself; {both}"
         )
@@ -614,12 +612,12 @@ class NextBest(Fact, frozen=True):
     """Whether what layers keep is in host memory."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         """``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks
         for those that were chosen.
         """
         where = "no offload" if self.mode == "gpu" else "{mode} at ratio {ratio:.2f}"
-        settings = self.say(
+        settings = (
             f"{where}, micro-batch {{micro_batch}}, activation checkpointing "
             "{policy}{on_host: in host memory|}"
         )
@@ -658,8 +656,8 @@ AutoReason = Literal[
 ]
 _WHY_MODE: dict[AutoReason, str] = {
     "no-gpu": "on a machine without GPUs",
-    "offload-does-not-fit": "here: at ratio {ratio:.2f} {short}",
-    "gpu-does-not-fit": "here: without offload {short}",
+    "offload-does-not-fit": "here: at ratio {ratio:.2f}[ {shortage.message}]",
+    "gpu-does-not-fit": "here: without offload[ {shortage.message}]",
     "gpu-memory-unknown": "here: the GPU's memory is not known",
     "weights-on-host": 'here: offload.parameters = "cpu" needs an optimizer in host memory',
     "fits-on-gpu": (
@@ -683,13 +681,8 @@ class AutoMode(Fact, frozen=True):
     """Of the alternative; None where it fits."""
 
     @property
-    def message(self) -> str:
-        return self.say("auto is {mode} " + _WHY_MODE[self.why])
-
-    @property
-    def short(self) -> str:
-        """The shortage of the alternative, in words."""
-        return self.shortage.message if self.shortage else "it fits"
+    def words(self) -> str:
+        return "auto is {mode} " + _WHY_MODE[self.why]
 
 
 class AutoCheckpointing(Fact, frozen=True):
@@ -747,12 +740,12 @@ class StepsEarly(Fact, frozen=True):
     """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.share:
             why = _WHY_NOTHING_EARLY[self.why_none]
             return f"clipping: Adam waits for the gradient norm; {why}"
         of = "" if self.share == 1 else " for {share:share} of what is offloaded"
-        return self.say(
+        return (
             f"clipping: Adam does not wait{of} for the gradient norm; second states take "
             "{bytes:memory} a rank[. Steps above the limit take {held_back_step_s:.2f} s]"
         )
@@ -767,7 +760,7 @@ class SavesBehind(Fact, frozen=True):
     """Host memory per rank for copies that second states do not hold."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.share:
             return (
                 "checkpoints: training waits while they are written; the host has no memory left "
@@ -780,7 +773,7 @@ class SavesBehind(Fact, frozen=True):
         copies = (
             "copies take {bytes:memory} a rank" if self.bytes else "second states hold the copies"
         )
-        return self.say(f"checkpoints: {much} are written while training goes on; {copies}{rest}")
+        return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
 
 
 class MlpTiled(Fact, frozen=True):
@@ -810,11 +803,11 @@ class InputsOnHost(Fact, frozen=True):
     """By how much that makes a step longer."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         kinds = (("layer inputs", self.bytes), ("attention's results", self.results_bytes))
         kept = " and ".join(name for name, size in kinds if size)
         size = memory_size(self.bytes + self.results_bytes)
-        return self.say(
+        return (
             f"{kept} are in host memory between forward and backward: {size} a rank"
             "[. Copying them takes {out_s:duration} in forward and {back_s:duration} in backward, "
             "{exposed_s:which makes a step {exposed_s:duration} longer|beside the computation}]"
@@ -832,11 +825,11 @@ class WeightsOnHost(Fact, frozen=True):
     """Seconds of the shorter of the two passes of a micro-batch, each of which copies them."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         fetched_s, pass_s = self.fetched_s, self.pass_s
         hides = fetched_s is not None and pass_s is not None and fetched_s < pass_s
         hidden = ", which hides it" if hides else ""
-        return self.say(
+        return (
             "weights are in host memory: {bytes:memory} a rank[. Copying them takes "
             f"{{fetched_s:duration}} of the {{pass_s:duration}} of each pass{hidden}]"
         )
@@ -950,13 +943,13 @@ class RemoteCode(Fact, frozen=True):
     """Branch, tag or commit; empty for a folder of this host."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         where = (
             "{model:line}, revision {revision:line},"
             if self.revision
             else "the folder {model:line}"
         )
-        text = self.say(
+        text = (
             f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch "
             "it only if you have read that code"
         )
@@ -1013,9 +1006,9 @@ class FasterOffload(Fact, frozen=True):
     given_step_s: float
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         what = "offload.mode = gpu" if self.mode == "gpu" else "offload.ratio = {ratio:.2f}"
-        return self.say(
+        return (
             what + " fits too and would take {step_s:.2f} s a step instead of {given_step_s:.2f} s"
         )
 

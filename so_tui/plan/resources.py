@@ -161,13 +161,11 @@ def _bound(
     split, name = tuple(gpu.index for gpu in machine.gpus if gpu.mig), machine.label
     if machine.gpus and isinstance(gpus, int) and gpus > len(whole):
         return TooFewGpus(machine=name, asked=gpus, present=len(whole), split=split), ()
-    if machine.gpus and not isinstance(gpus, int):
-        for index in gpus:
-            if index not in whole:
-                found = NoSuchGpu(
-                    machine=name, asked=gpus, missing=index, present=whole, split=split
-                )
-                return found, ()
+    asked = () if isinstance(gpus, int) else gpus
+    missing = [index for index in asked if index not in whole]
+    if machine.gpus and missing:
+        first = missing[0]
+        return NoSuchGpu(machine=name, asked=asked, missing=first, present=whole, split=split), ()
     try:
         return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
     except InputError as error:

@@ -101,49 +101,6 @@ class _Update(NamedTuple):
     """New weights that are copied to the GPU; none where they stay in host memory."""
 
 
-def _arrivals(
-    updates: Iterable[_Update], h2d_bytes_per_s: float, copy_latency_s: float
-) -> list[tuple[float, float]]:
-    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
-    each sub-group.
-
-    The worker takes the ready sub-group that a forward pass uses first.
-
-    Args:
-        updates: The sub-groups.
-        h2d_bytes_per_s: Rate of the copies.
-        copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
-    """
-    coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
-    ready: list[tuple[float, int, _Update]] = []
-    worker = copies = float("-inf")
-    found = []
-    while coming or ready:
-        if not ready:
-            worker = max(worker, coming[-1].ready_s)
-        while coming and coming[-1].ready_s <= worker:
-            heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
-        begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
-        worker += adam_s
-        copies = max(copies, worker + copy_latency_s) + weights_bytes / h2d_bytes_per_s
-        found.append((begin, copies))
-    return found
-
-
-def _weight_wait_s(
-    updates: Iterable[_Update],
-    h2d_bytes_per_s: float,
-    copy_latency_s: float,
-    forward_s: float,
-    forward_begins_s: float,
-) -> float:
-    """Return how long the forward after a step waits for weights that are still to be updated or
-    copied. Arguments as ``_arrivals``.
-    """
-    found = _arrivals(updates, h2d_bytes_per_s, copy_latency_s)
-    return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))
-
-
 # Predicts what the optimizer adds to a step: what nothing hides of stepping, and of copying
 # gradients and weights.
 #
@@ -473,18 +430,36 @@ class StepModel:
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
         """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the
-        worker steps the others.
+        worker steps the others, and the forward after it waits for weights that are still to be
+        updated or copied.
         """
-        norm_s = self._norm_s()
+        norm_s, forward_s = self._norm_s(), self.one_pass.forward_s
         updates = list(self._updates(norm_s))
         begins_s = max(on_gpu_s + norm_s, self._early_stepped_s(updates, norm_s))
-        return begins_s + _weight_wait_s(
-            updates,
-            self.speed.h2d_bytes_per_s,
-            self.use.weight_copy_latency_s,
-            self.one_pass.forward_s,
-            begins_s,
-        )
+        found = self._arrivals(updates)
+        return begins_s + max(0.0, *(at - begins_s - begin * forward_s for begin, at in found))
+
+    def _arrivals(self, updates: Iterable[_Update]) -> list[tuple[float, float]]:
+        """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
+        each sub-group.
+
+        The worker takes the ready sub-group that a forward pass uses first.
+        """
+        latency_s, bytes_per_s = self.use.weight_copy_latency_s, self.speed.h2d_bytes_per_s
+        coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
+        ready: list[tuple[float, int, _Update]] = []
+        worker = copies = float("-inf")
+        found = []
+        while coming or ready:
+            if not ready:
+                worker = max(worker, coming[-1].ready_s)
+            while coming and coming[-1].ready_s <= worker:
+                heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
+            begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
+            worker += adam_s
+            copies = max(copies, worker + latency_s) + weights_bytes / bytes_per_s
+            found.append((begin, copies))
+        return found
 
     @property
     def _clipped(self) -> bool:
@@ -544,8 +519,7 @@ class StepModel:
         if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
             return 0.0
         early = [update for update in updates if update.ready_s < norm_s or not self._clipped]
-        found = _arrivals(early, self.speed.h2d_bytes_per_s, self.use.weight_copy_latency_s)
-        return max((at for _, at in found), default=0.0)
+        return max((at for _, at in self._arrivals(early)), default=0.0)
 
 
 # How many sub-groups can be stepped before the gradient norm is known. Each needs a second set of
@@ -565,17 +539,11 @@ class SecondStates(Struct, frozen=True):
     """The sub-groups of one rank that have a second set of states."""
 
     sub_groups: tuple[int, ...]
-    numel: int
     budget_bytes: int
     """What they may take, and what they were chosen for: with the same budget, the engine chooses
     the same.
     """
-    parameter_bytes: float
-
-    @property
-    def term(self) -> MemoryTerm:
-        note = " (a second set of states and weights)"
-        return sized("second-states", "node", "exact", self.parameter_bytes, self.numel, note)
+    term: MemoryTerm
 
 
 def second_states_bytes(spec: RunSpec) -> float:
@@ -619,7 +587,9 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     if not found:
         return None
     indices = tuple(sorted(group.index for group in found))
-    return SecondStates(indices, sum(group.numel for group in found), budget, each)
+    numel, note = sum(group.numel for group in found), " (a second set of states and weights)"
+    term = sized("second-states", "node", "exact", each, numel, note)
+    return SecondStates(indices, budget, term)
 
 
 class _Chosen(Struct, frozen=True):
