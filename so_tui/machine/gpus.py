@@ -413,8 +413,7 @@ def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
 
 def _published_bytes(files: SystemFiles, gpu: Gpu) -> int:
     """Return the published memory size of GPUs with this device id; 0 where it is not known."""
-    device = files.integer(f"{_PCI}/{gpu.pci_bus_id}/device") or 0
-    return _PRODUCTS.get(device, ("", 0))[1] << 20
+    return _PRODUCTS.get(files.integer(f"{_PCI}/{gpu.pci_bus_id}/device") or 0, ("", 0))[1] << 20
 
 
 def _with_nodes(gpus: list[Gpu], nodes: Nodes, *, coherent: bool) -> list[Gpu]:

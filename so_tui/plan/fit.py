@@ -27,7 +27,7 @@ from so_tui.plan.measured import (
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
-from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
+from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s, constants
 from so_tui.plan.resources import (
     Resources,
     Supply,
@@ -484,4 +484,5 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
         between_hosts_bytes_per_s=between,
         adam_cores=resources.adam_cores if superoffload else resources.cores,
         ranks_per_node=resources.ranks_per_node,
+        use=constants().step,
     )

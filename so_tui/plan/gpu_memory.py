@@ -64,8 +64,7 @@ def _communication_terms(placement: Placement) -> Terms:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu = placement.layout, placement.profile, placement.gpu
     ranks, layer, largest = layout.ranks, profile.largest_layer, profile.largest_parameter
-    bucket = placement.reduce_bucket
-    yield sized("reduce-bucket", gpu, "exact", 2, bucket, " (reduce_bucket_size)")
+    yield sized("reduce-bucket", gpu, "exact", 2, placement.reduce_bucket, " (reduce_bucket_size)")
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if placement.spec.offload.own_engine else profile.small_parameters
@@ -305,9 +304,8 @@ def _activations(placement: Placement) -> Terms:
     inputs = shape.input_bytes if spec.model.offloads_inputs else 0
     results = sum(shape.result_bytes) if spec.model.offloads_results else 0
     kept = stored - inputs - results
-    scores = 0
-    if profile.eager_attention:
-        scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
+    squared = spec.data.sequence_length**2 * spec.train.micro_batch
+    scores = 6 * shape.heads * squared if profile.eager_attention else 0
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
         yield from _on_host(placement, inputs, shape.layers, "offloaded-inputs", "layer-inputs")

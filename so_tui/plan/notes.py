@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 from msgspec import Struct
 
@@ -28,6 +28,7 @@ def _code(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
+@dataclass_transform(frozen_default=True)
 class Fact(Struct, frozen=True, tag_field="code", tag=_code):
     """A fact of a plan; its ``code`` is the class's name in kebab case."""
 
@@ -108,7 +109,7 @@ _POOLS = {
 }
 
 
-class Shortage(Fact, frozen=True):
+class Shortage(Fact):
     """A memory pool in which the margin is not left free; ``fatal`` when the pool is too small."""
 
     needs: int
@@ -138,7 +139,7 @@ class NodeNeed(Struct, frozen=True):
     has: int
 
 
-class MemoryNeeded(Fact, frozen=True):
+class MemoryNeeded(Fact):
     """Memory of a plan that may run."""
 
     gpu_bytes: int
@@ -171,7 +172,7 @@ Need = Shortage | MemoryNeeded
 # Why a run can never start here
 
 
-class AmdGpu(Fact, frozen=True):
+class AmdGpu(Fact):
     """A GPU of AMD's with memory of its own. Only APUs are planned for."""
 
     gpu: int
@@ -183,7 +184,7 @@ class AmdGpu(Fact, frozen=True):
     )
 
 
-class ModeNeedsGpu(Fact, frozen=True):
+class ModeNeedsGpu(Fact):
     """``offload.mode = gpu`` on a machine without GPUs."""
 
     machine: str
@@ -191,7 +192,7 @@ class ModeNeedsGpu(Fact, frozen=True):
     words = "offload.mode = gpu needs a GPU, and {machine} has none. Use offload.mode = auto"
 
 
-class EngineNeedsGpu(Fact, frozen=True):
+class EngineNeedsGpu(Fact):
     """DeepSpeed's SuperOffload on a machine without GPUs."""
 
     words = (
@@ -206,7 +207,7 @@ _MAKE_WHOLE = (
 )
 
 
-class TooFewGpus(Fact, frozen=True):
+class TooFewGpus(Fact):
     machine: str
     asked: int
     present: int
@@ -220,7 +221,7 @@ class TooFewGpus(Fact, frozen=True):
     )
 
 
-class NoSuchGpu(Fact, frozen=True):
+class NoSuchGpu(Fact):
     machine: str
     asked: tuple[int, ...]
     missing: int
@@ -235,7 +236,7 @@ class NoSuchGpu(Fact, frozen=True):
     )
 
 
-class SequencesNotShareable(Fact, frozen=True):
+class SequencesNotShareable(Fact):
     """``train.sequence_parallel`` with attention that takes no document boundaries, or with heads
     that the ranks do not divide.
     """
@@ -258,7 +259,7 @@ class SequencesNotShareable(Fact, frozen=True):
         )
 
 
-class NotBindable(Fact, frozen=True):
+class NotBindable(Fact):
     """The ranks cannot be bound to cores or GPUs."""
 
     problems: tuple[Problem, ...]
@@ -296,7 +297,7 @@ def _setting(change: Change) -> str:
     return f"{change.key} = {value:.2f}" if isinstance(value, float) else f"{change.key} = {value}"
 
 
-class FitsHere(Fact, frozen=True):
+class FitsHere(Fact):
     """Changes with which the run fits on the same GPUs."""
 
     changes: tuple[Change, ...]
@@ -304,7 +305,7 @@ class FitsHere(Fact, frozen=True):
     words = "{changes:settings} fits here"
 
 
-class CompactStatesFit(Fact, frozen=True):
+class CompactStatesFit(Fact):
     """A format of the moments in host memory with which the run fits on the same GPUs. Losses
     differ slightly from those with fp32.
     """
@@ -326,7 +327,7 @@ _MANTISSA_BITS: dict[StatesFormat, int] = {"bf16-moments": 8, "int8-moments": 4}
 _PRICE = "moments have {} bits of mantissa (fp32: 24), rounded at random, so losses differ slightly"
 
 
-class MoreGpusFit(Fact, frozen=True):
+class MoreGpusFit(Fact):
     gpus: int
     micro_batch: int | None = None
     """The smaller micro-batch that it takes there; None where the given one fits."""
@@ -334,7 +335,7 @@ class MoreGpusFit(Fact, frozen=True):
     words = "{gpus} GPUs of this machine fit the run[ with train.micro_batch = {micro_batch}]"
 
 
-class LargerHostFits(Fact, frozen=True):
+class LargerHostFits(Fact):
     """As many GH200 parts with more host memory."""
 
     gpus: int
@@ -349,7 +350,7 @@ class LargerHostFits(Fact, frozen=True):
     )
 
 
-class MoreMachinesFit(Fact, frozen=True):
+class MoreMachinesFit(Fact):
     machines: int
     gpus: int
     micro_batch: int | None = None
@@ -360,7 +361,7 @@ class MoreMachinesFit(Fact, frozen=True):
     )
 
 
-class OtherMachineNeeded(Fact, frozen=True):
+class OtherMachineNeeded(Fact):
     """On a machine without GPUs, where no setting fits."""
 
     words = "use a machine with a GPU, a smaller model, or fewer ranks"
@@ -386,7 +387,7 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
 AdvicePool = Literal["gpu", "node"]
 
 
-class MemoryAdvice(Fact, frozen=True):
+class MemoryAdvice(Fact):
     """After memory ran out: what would need less, the least painful first; on each GPU, or on the
     host for each rank.
     """
@@ -434,7 +435,7 @@ _RECOMPUTES: dict[Policy, str] = {
 }
 
 
-class ModeWithoutGpu(Fact, frozen=True):
+class ModeWithoutGpu(Fact):
     mode: Mode
 
     @property
@@ -450,7 +451,7 @@ class ModeWithoutGpu(Fact, frozen=True):
         )
 
 
-class AllOnGpu(Fact, frozen=True):
+class AllOnGpu(Fact):
     """Mode ``gpu`` was recommended."""
 
     words = (
@@ -458,7 +459,7 @@ class AllOnGpu(Fact, frozen=True):
     )
 
 
-class NothingOffloaded(Fact, frozen=True):
+class NothingOffloaded(Fact):
     """SuperOffload at ratio 0 was recommended."""
 
     words = (
@@ -467,7 +468,7 @@ class NothingOffloaded(Fact, frozen=True):
     )
 
 
-class LeastGpuMemory(Fact, frozen=True):
+class LeastGpuMemory(Fact):
     """The ratio that takes the least of a GPU whose memory is not known."""
 
     ratio: float
@@ -475,7 +476,7 @@ class LeastGpuMemory(Fact, frozen=True):
     words = "ratio {ratio:.2f} takes the least of the GPU, whose memory is not known"
 
 
-class SmallestRatio(Fact, frozen=True):
+class SmallestRatio(Fact):
     """The smallest ratio that leaves the margin, or at least fits; with what the given ratio would
     be.
     """
@@ -497,7 +498,7 @@ class SmallestRatio(Fact, frozen=True):
     )
 
 
-class FasterRatio(Fact, frozen=True):
+class FasterRatio(Fact):
     """A larger ratio than the smallest that fits: Adam on the host is hidden, and the GPU has less
     to step.
     """
@@ -525,7 +526,7 @@ class FasterRatio(Fact, frozen=True):
         )
 
 
-class CheckpointingChosen(Fact, frozen=True):
+class CheckpointingChosen(Fact):
     policy: Policy
     step_s: float | None = None
     full_step_s: float | None = None
@@ -538,7 +539,7 @@ class CheckpointingChosen(Fact, frozen=True):
     )
 
 
-class MicroBatchChosen(Fact, frozen=True):
+class MicroBatchChosen(Fact):
     micro_batch: int
     accumulation: int
     given_micro_batch: int
@@ -553,7 +554,7 @@ class MicroBatchChosen(Fact, frozen=True):
     )
 
 
-class AdamCoresChosen(Fact, frozen=True):
+class AdamCoresChosen(Fact):
     adam_cores: int
     cores: int
     fraction: float
@@ -567,7 +568,7 @@ class AdamCoresChosen(Fact, frozen=True):
     )
 
 
-class SequencesShared(Fact, frozen=True):
+class SequencesShared(Fact):
     """Ranks share each sequence, which would not fit on one of them."""
 
     ranks: int
@@ -578,7 +579,7 @@ class SequencesShared(Fact, frozen=True):
     )
 
 
-class SpeedUnknown(Fact, frozen=True):
+class SpeedUnknown(Fact):
     """No settings were compared, because no speed is known."""
 
     words = "the speed of this machine is not known, so settings were not compared"
@@ -593,7 +594,7 @@ _NOTICEABLE_BYTES = 1 << 29
 """From here on a difference in memory is worth saying."""
 
 
-class NextBest(Fact, frozen=True):
+class NextBest(Fact):
     """The fastest of the settings that were not chosen."""
 
     mode: Mode
@@ -633,7 +634,7 @@ class NextBest(Fact, frozen=True):
         return f"{text}: {', '.join(offers)}" if offers else text
 
 
-class NoNextBest(Fact, frozen=True):
+class NoNextBest(Fact):
     fits: bool
     """Whether the chosen settings leave the margin."""
 
@@ -670,7 +671,7 @@ _WHY_MODE: dict[AutoReason, str] = {
 }
 
 
-class AutoMode(Fact, frozen=True):
+class AutoMode(Fact):
     """What ``offload.mode = auto`` became."""
 
     mode: Mode
@@ -685,7 +686,7 @@ class AutoMode(Fact, frozen=True):
         return "auto is {mode} " + _WHY_MODE[self.why]
 
 
-class AutoCheckpointing(Fact, frozen=True):
+class AutoCheckpointing(Fact):
     """What ``model.activation_checkpointing = auto`` became."""
 
     policy: Policy
@@ -693,7 +694,7 @@ class AutoCheckpointing(Fact, frozen=True):
     words = "activation checkpointing auto is {policy} here: {policy:recomputes}"
 
 
-class TokensReached(Fact, frozen=True):
+class TokensReached(Fact):
     """The accumulation that comes nearest to ``train.tokens_per_step``."""
 
     accumulation: int
@@ -707,7 +708,7 @@ class TokensReached(Fact, frozen=True):
     )
 
 
-class OneMemory(Fact, frozen=True):
+class OneMemory(Fact):
     """CPU and GPU have the same memory: what one of them holds counts once, and offloading frees
     none.
     """
@@ -725,7 +726,7 @@ _WHY_NOTHING_EARLY = {
 }
 
 
-class StepsEarly(Fact, frozen=True):
+class StepsEarly(Fact):
     """Gradient clipping with our engine: how much is stepped before the gradient norm is known."""
 
     share: float
@@ -751,7 +752,7 @@ class StepsEarly(Fact, frozen=True):
         )
 
 
-class SavesBehind(Fact, frozen=True):
+class SavesBehind(Fact):
     """Checkpoints are written while training goes on."""
 
     share: float
@@ -776,7 +777,7 @@ class SavesBehind(Fact, frozen=True):
         return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
 
 
-class MlpTiled(Fact, frozen=True):
+class MlpTiled(Fact):
     """Feed-forward blocks compute some tokens at a time."""
 
     tile_tokens: int
@@ -784,7 +785,7 @@ class MlpTiled(Fact, frozen=True):
     words = "feed-forward blocks compute {tile_tokens:thousands} tokens at a time"
 
 
-class InputsOnHost(Fact, frozen=True):
+class InputsOnHost(Fact):
     """Inputs of checkpointed layers are in host memory between forward and backward, and
     attention's results where they are kept.
     """
@@ -814,7 +815,7 @@ class InputsOnHost(Fact, frozen=True):
         )
 
 
-class WeightsOnHost(Fact, frozen=True):
+class WeightsOnHost(Fact):
     """Weights are in host memory, and copied to the GPU layer by layer."""
 
     bytes: int
@@ -835,7 +836,7 @@ class WeightsOnHost(Fact, frozen=True):
         )
 
 
-class AttentionFallsBack(Fact, frozen=True):
+class AttentionFallsBack(Fact):
     """The attention backend of a run whose model or settings the fastest one does not support."""
 
     backend: AttentionBackend
@@ -845,7 +846,7 @@ class AttentionFallsBack(Fact, frozen=True):
     words = "attention runs on {backend}: {fastest} {obstacle:obstacle}"
 
 
-class AcrossHosts(Fact, frozen=True):
+class AcrossHosts(Fact):
     """Weights, gradients and optimizer states are sharded over the ranks of several hosts, and
     travel between them.
     """
@@ -869,7 +870,7 @@ class AcrossHosts(Fact, frozen=True):
     )
 
 
-class CheckpointInterval(Fact, frozen=True):
+class CheckpointInterval(Fact):
     """How often saving costs the least: read in plans of earlier versions, no longer said."""
 
     minutes: float
@@ -910,7 +911,7 @@ Choice = (
 # What is worth knowing of a plan that may run
 
 
-class NeverRun(Fact, frozen=True):
+class NeverRun(Fact):
     """A kind of GPU on which the project has run nothing: what is said of it follows from
     publications.
     """
@@ -923,7 +924,7 @@ class NeverRun(Fact, frozen=True):
     )
 
 
-class DeepSpeedNvidiaOnly(Fact, frozen=True):
+class DeepSpeedNvidiaOnly(Fact):
     """DeepSpeed's own SuperOffload on a GPU of another vendor."""
 
     words = (
@@ -935,7 +936,7 @@ class DeepSpeedNvidiaOnly(Fact, frozen=True):
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
-class RemoteCode(Fact, frozen=True):
+class RemoteCode(Fact):
     """Every rank runs Python code that comes with the model, with the rights of the user."""
 
     model: str
@@ -958,7 +959,7 @@ class RemoteCode(Fact, frozen=True):
         return f"{text}. Set model.revision to a commit: a branch or tag can change"
 
 
-class BeyondPositions(Fact, frozen=True):
+class BeyondPositions(Fact):
     """Sequences have room for documents that are longer than the model was made for."""
 
     sequence_length: int
@@ -973,7 +974,7 @@ class BeyondPositions(Fact, frozen=True):
     )
 
 
-class IndexersUntrained(Fact, frozen=True):
+class IndexersUntrained(Fact):
     """Sparse attention's indexers get no gradient: they stay as they are."""
 
     parameters: int
@@ -984,7 +985,7 @@ class IndexersUntrained(Fact, frozen=True):
     )
 
 
-class ClippingWaits(Fact, frozen=True):
+class ClippingWaits(Fact):
     """DeepSpeed's SuperOffload overlaps nothing while it clips."""
 
     seconds: float | None
@@ -997,7 +998,7 @@ class ClippingWaits(Fact, frozen=True):
     )
 
 
-class FasterOffload(Fact, frozen=True):
+class FasterOffload(Fact):
     """A smaller ratio, or no offload, fits too and is faster."""
 
     mode: Mode
@@ -1013,7 +1014,7 @@ class FasterOffload(Fact, frozen=True):
         )
 
 
-class FasterStates(Fact, frozen=True):
+class FasterStates(Fact):
     """A smaller format of the moments makes steps faster: the host has memory for more second
     states then. Losses differ slightly.
     """
@@ -1035,7 +1036,7 @@ class FasterStates(Fact, frozen=True):
     )
 
 
-class FasterAttention(Fact, frozen=True):
+class FasterAttention(Fact):
     """An attention backend that is not installed would make steps noticeably faster."""
 
     backend: AttentionBackend
@@ -1049,19 +1050,19 @@ class FasterAttention(Fact, frozen=True):
     )
 
 
-class PcieOffload(Fact, frozen=True):
+class PcieOffload(Fact):
     """The GPU is connected by PCIe, where offloading gains less."""
 
     words = "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
 
 
-class SlowWithoutGpu(Fact, frozen=True):
+class SlowWithoutGpu(Fact):
     parameters: int
 
     words = "{parameters:billions} parameters without a GPU: one step may take hours"
 
 
-class PackingOff(Fact, frozen=True):
+class PackingOff(Fact):
     """Each document is a sequence of its own, and attention takes a mask, so that padding is
     computed.
     """
@@ -1082,7 +1083,7 @@ class PackingOff(Fact, frozen=True):
     )
 
 
-class LargerSteps(Fact, frozen=True):
+class LargerSteps(Fact):
     """More tokens in an optimizer step would train faster."""
 
     step_s: float
@@ -1101,11 +1102,11 @@ class LargerSteps(Fact, frozen=True):
     )
 
 
-class GpuMemoryUnknown(Fact, frozen=True):
+class GpuMemoryUnknown(Fact):
     words = "the GPU's memory size is not known, nor whether the run fits there"
 
 
-class Note(Fact, frozen=True):
+class Note(Fact):
     """A text from elsewhere, such as the inspection of the machine."""
 
     text: str
@@ -1113,7 +1114,7 @@ class Note(Fact, frozen=True):
     words = "{text}"
 
 
-class MoreGpusKeepMargin(Fact, frozen=True):
+class MoreGpusKeepMargin(Fact):
     gpus: int
 
     words = "{gpus} GPUs of this machine leave the margin"

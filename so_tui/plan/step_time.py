@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -21,7 +21,7 @@ from so_tui.model.profile import WEIGHT_BYTES, StateLayout, offloaded_bytes
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import PlannedRates, StepTime
-from so_tui.plan.rates import Speed, StepConstants, constants
+from so_tui.plan.rates import Speed, StepConstants
 from so_tui.plan.resources import exchanged_bytes
 from so_tui.plan.terms import MemoryTerm, sized
 from so_tui.plan.workload import Workload
@@ -135,17 +135,17 @@ class StepModel:
 
     placement: Placement
     speed: Speed
-    workload: Workload = field(default_factory=Workload)
-    attention: AttentionBackend = "torch-flash"
-    between_hosts_bytes_per_s: float | None = None
+    workload: Workload
+    attention: AttentionBackend
+    between_hosts_bytes_per_s: float | None
     """How fast a collective enters and leaves each of several hosts; None on one."""
     fetches: bool = True
     """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
-    adam_cores: int = 1
+    adam_cores: int
     """Cores that run CPU Adam for one rank."""
-    ranks_per_node: int = 1
+    ranks_per_node: int
     """Ranks that share their node's memory."""
-    use: StepConstants = field(default_factory=lambda: constants().step)
+    use: StepConstants
 
     def step_time(self) -> StepTime:
         """Return the seconds of one optimizer step."""
@@ -340,9 +340,8 @@ class StepModel:
         spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
         if not spec.offload.own_engine or not cpu_numel:
             return None
-        least_share = 1.0
-        if self._clipped:
-            least_share = min(self.use.clipped_adam_share, self.use.speculative_adam_share)
+        shares = (self.use.clipped_adam_share, self.use.speculative_adam_share)
+        least_share = min(shares) if self._clipped else 1.0
         return PlannedRates(
             adam_bytes_per_s=least_share * self._adam_bytes_per_s,
             d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
@@ -588,8 +587,7 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
         return None
     indices = tuple(sorted(group.index for group in found))
     numel, note = sum(group.numel for group in found), " (a second set of states and weights)"
-    term = sized("second-states", "node", "exact", each, numel, note)
-    return SecondStates(indices, budget, term)
+    return SecondStates(indices, budget, sized("second-states", "node", "exact", each, numel, note))
 
 
 class _Chosen(Struct, frozen=True):
