@@ -300,10 +300,12 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     def room() -> int:
         return _host_room(_demand_of(terms, resources.nodes), resources)
 
-    chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
-    if chosen.second:
-        placement = _speculating(placement, chosen.second)
-        terms.append(chosen.second.term)
+    second, step, gains_nothing = choose(
+        placement, room, lambda second: _step(_speculating(placement, second), target)
+    )
+    if second:
+        placement = _speculating(placement, second)
+        terms.append(second.term)
     copied = copies(placement, room)
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
@@ -321,8 +323,8 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         verdict=verdict,
         shortages=shortages,
         copies=copied,
-        speculation_gains_nothing=chosen.gains_nothing,
-        known_step=chosen.step,
+        speculation_gains_nothing=gains_nothing,
+        known_step=step,
     )
 
 

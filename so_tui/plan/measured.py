@@ -345,18 +345,11 @@ def _waited(name: PassName, probe: Probe) -> bool:
     )
 
 
-def _tells_computing(probe: Probe) -> bool:
+def tells_computing(probe: Probe) -> bool:
     """Return whether a pass of a probe was predicted to take as long as its computation, whatever
     it fetched.
     """
     return not all(_waited(name, probe) for name in _NAMES)
-
-
-def corrects_passes(near: Sequence[Probe], *, host_weights: bool) -> bool:
-    """Return whether these probes say anything of the passes of a plan, which keeps its weights in
-    host memory or not.
-    """
-    return host_weights or any(_tells_computing(probe) for probe in near)
 
 
 def _shared_error(fetched: Sequence[Probe]) -> float:
@@ -370,7 +363,7 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
         min(ratios)
         for probe in fetched
         if probe.computing is not None
-        and _tells_computing(probe)
+        and tells_computing(probe)
         and (ratios := _ratios((probe.actual, probe.computing, name) for name in _NAMES))
     ]
     return median(bounds or [1.0])

@@ -17,7 +17,7 @@ from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.fit import Assessment, node_needs, target_of
-from so_tui.plan.measured import correcting, corrects_passes
+from so_tui.plan.measured import correcting, tells_computing
 from so_tui.plan.notes import (
     AttentionFallsBack,
     AutoCheckpointing,
@@ -258,7 +258,7 @@ def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     target, mode = found.target, found.mode
     host_weights = found.spec.offload.keeps_weights_on_host
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
-    passes = corrects_passes(near, host_weights=host_weights)
+    passes = host_weights or any(map(tells_computing, near))
     near = [probe for probe in near if passes or probe.mode == mode]
     weights: Literal["", "gpu", "host"] = "gpu" if host_weights else "host"
     return SpeedSource(

@@ -57,7 +57,6 @@ class Supply(Struct, frozen=True):
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     machine: Machine
-    gpus: Gpus
     ranks: int
     has_gpu: bool
     """Whether the machine has GPUs at all; without them ranks run on the CPU."""
@@ -133,7 +132,6 @@ def calibrated_resources(
     fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
     return Resources(
         machine=machine,
-        gpus=gpus,
         ranks=gpus if isinstance(gpus, int) else len(gpus),
         has_gpu=bool(machine.gpus),
         gpu_name=name,

@@ -590,23 +590,14 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     return SecondStates(indices, budget, sized("second-states", "node", "exact", each, numel, note))
 
 
-class _Chosen(Struct, frozen=True):
-    """What the plan gives to second states."""
-
-    second: SecondStates | None
-    step: StepTime | None
-    """With it, where the choice needed to know."""
-    gains_nothing: bool = False
-    """Whether there was memory for second states, but they would make the step no faster."""
-
-
 def choose(
     placement: Placement,
     room: Callable[[], int],
     step_of: Callable[[SecondStates | None], StepTime | None],
-) -> _Chosen:
+) -> tuple[SecondStates | None, StepTime | None, bool]:
     """Return the second states with which a step is the fastest, where the spec leaves that to the
-    plan.
+    plan; the step with them, where the choice needed to know; and whether there was memory for
+    them, but they would make the step no faster.
 
     Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is
     stepped in place, at a higher rate.
@@ -619,10 +610,10 @@ def choose(
     """
     second = second_states(placement, room)
     if second is None or placement.spec.offload.speculation != "auto":
-        return _Chosen(second, None)
+        return second, None, False
     held_back, step = step_of(None), step_of(second)
     if held_back is None or step is None:
-        return _Chosen(second, None)
+        return second, None, False
     tried: list[tuple[SecondStates, StepTime]] = [(second, step)]
     if step.exposed_optimizer_s > _LONG_WAIT * step.total_s:
         for share in _SHARES:
@@ -631,5 +622,5 @@ def choose(
                 tried.append((fewer, found))
     best, step = min(tried, key=lambda found: found[1].total_s)
     if step.total_s >= held_back.total_s:
-        return _Chosen(None, held_back, gains_nothing=True)
-    return _Chosen(best, step)
+        return None, held_back, True
+    return best, step, False
