@@ -43,7 +43,6 @@ from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
@@ -318,11 +317,11 @@ def _attempt(
     digest = write_launch(run, attempt, launch)
     here = launch.resolved(
         {
-            Placeholder.RUN: str(run.path),
-            Placeholder.RUN_ID: known_id(run),
-            Placeholder.LAUNCH: digest,
-            Placeholder.ATTEMPT: str(attempt),
-            Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+            "{RUN}": str(run.path),
+            "{RUN_ID}": known_id(run),
+            "{LAUNCH}": digest,
+            "{ATTEMPT}": str(attempt),
+            "{RENDEZVOUS}": init_method(make_rendezvous(lock_folder(), run.path, attempt)),
         }
     )
     env = command.apply(here.environment, os.environ)

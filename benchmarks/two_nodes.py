@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder
 from so_tui.launch.launch import prepare, visible_machine, write_launch
 from so_tui.launch.supervisor.host import (
     ALONE,
@@ -142,11 +141,11 @@ def _start(
     here = launch.resolved(
         {
             **others,
-            Placeholder.RUN: str(run.path),
-            Placeholder.RUN_ID: known_id(run),
-            Placeholder.LAUNCH: digest,
-            Placeholder.ATTEMPT: str(attempt),
-            Placeholder.RENDEZVOUS: meeting,
+            "{RUN}": str(run.path),
+            "{RUN_ID}": known_id(run),
+            "{LAUNCH}": digest,
+            "{ATTEMPT}": str(attempt),
+            "{RENDEZVOUS}": meeting,
         }
     )
     simulated = {

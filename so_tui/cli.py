@@ -43,20 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(argv)
     except _Ended as ended:
         # Seen by whoever waits for this process, as if nothing had been cleaned up.
-        signal.signal(ended.number, signal.SIG_DFL)
-        os.kill(os.getpid(), ended.number)
-        return 128 + ended.number  # the first process of a container ignores it
+        (number,) = ended.args
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return 128 + int(number)  # the first process of a container ignores it
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
 
 
 class _Ended(BaseException):
-    """A signal ends the command. Not an error, so that no ``except Exception`` stops it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(number)
+    """A signal, its argument, ends the command. Not an error, so that no ``except Exception`` stops
+    it.
+    """
 
 
 def _ended_by_signals() -> list[signal.Signals]:
@@ -96,31 +95,24 @@ def _main(argv: Sequence[str] | None) -> int:
         log_to_stderr()
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
+    code = 0
     try:
         code = _call_asking(arguments)
-        try:
-            print(
-                end="", flush=True
-            )  # so that a full disk is reported below, and not by Python at its exit
-        except BrokenPipeError:
-            _discard_output()
+        print(end="", flush=True)  # a full disk is reported below, and not by Python at its exit
         return code
     except Refused as error:
         _report(*(f"refused: {reason}" for reason in error.reasons))
         if error.forceable:
             _report("--force starts it anyway; the run records that")
         return error.exit_code
-    except InputError as error:
-        _report(*map(str, error.problems))
-        return error.exit_code
     except SoTuiError as error:
-        _report(str(error))
+        _report(*(error.problems if isinstance(error, InputError) else (error,)))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         _discard_output()  # the reader, such as `head`, has ended
-        return 0
+        return code
     except OSError as error:
         problem = _problem_of(error)
         if problem is None:
@@ -128,7 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
         logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
             _discard_output()
-        _report(str(problem))
+        _report(problem)
         return InputError.exit_code
 
 
@@ -176,7 +168,7 @@ def _call(arguments: Namespace) -> int:
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
 
 
-def _report(*messages: str) -> None:
+def _report(*messages: object) -> None:
     for message in messages:
         print(f"so-tui: {message}", file=sys.stderr)
 
@@ -185,26 +177,37 @@ def _problem_of(error: OSError) -> Problem | None:
     """Return the problem of a file or of the output; None for an error that concerns neither."""
     from so_tui.spec.errors import Problem, shown
 
-    name = str(error.filename or "")
-    if error.errno == errno.ENAMETOOLONG:
-        value = shown(name) if name else ""
-        message = "is too long for a file name"
-        return Problem("name-too-long", "path", value, message, "Give a shorter one.")
-    if error.errno == errno.EACCES and name:
-        message = "may not be opened (Permission denied)"
-        remedy = "Check its rights and those of the folders above it, or name another."
-        return Problem("no-permission", "path", shown(name), message, remedy)
-    if error.errno not in _UNWRITABLE:
-        message = f"cannot be used ({error.strerror})"
-        remedy = "Check what is there, and that its file system answers."
-        return Problem("file-not-usable", "path", shown(name), message, remedy) if name else None
-    message = f"cannot be written ({error.strerror})"
-    remedy = (
-        "Free some space there and try again."
-        if name
-        else "Free some space at its destination, or redirect it."
+    name, why = str(error.filename or ""), error.strerror
+    if error.errno in _UNWRITABLE:
+        remedy = (
+            "Free some space there and try again."
+            if name
+            else "Free some space at its destination, or redirect it."
+        )
+        return Problem("not-writable", name or "output", "", f"cannot be written ({why})", remedy)
+    if not name and error.errno != errno.ENAMETOOLONG:
+        return None
+    value = shown(name) if name else ""
+    known = {
+        errno.ENAMETOOLONG: Problem(
+            "name-too-long", "path", value, "is too long for a file name", "Give a shorter one."
+        ),
+        errno.EACCES: Problem(
+            "no-permission",
+            "path",
+            value,
+            "may not be opened (Permission denied)",
+            "Check its rights and those of the folders above it, or name another.",
+        ),
+    }
+    usual = Problem(
+        "file-not-usable",
+        "path",
+        value,
+        f"cannot be used ({why})",
+        "Check what is there, and that its file system answers.",
     )
-    return Problem("not-writable", name or "output", "", message, remedy)
+    return known.get(error.errno or 0, usual)
 
 
 def _discard_output() -> None:

@@ -59,11 +59,12 @@ def chosen_changes(arguments: Namespace) -> dict[str, str]:
         InputError: With the codes ``no-equals-sign``, ``not-gpus``, ``contradicting-options``.
     """
     remedy = "Write a.b=value, for example offload.ratio=0.5."
-    bad = [change for change in arguments.set if "=" not in change]
-    if bad:
-        raise InputError(
-            [Problem("no-equals-sign", "--set", change, "has no `=`", remedy) for change in bad]
-        )
+    if bad := [
+        Problem("no-equals-sign", "--set", change, "has no `=`", remedy)
+        for change in arguments.set
+        if "=" not in change
+    ]:
+        raise InputError(bad)
     changes = {
         key.strip(): value.strip()
         for key, _, value in (change.partition("=") for change in arguments.set)

@@ -108,13 +108,10 @@ def _print(out: Console, preview: DataPreview) -> None:
 
 
 def _facts(preview: DataPreview) -> RenderableType:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = Table.grid("", Column(justify="right"), Column(style="dim"), padding=(0, 2))
     for name, figure, meaning in preview.facts():
         bad = name in ("truncated", "dropped") and figure != "0"
         table.add_row(name, Text(figure, style="bold yellow" if bad else "bold"), meaning)
@@ -125,24 +122,24 @@ def _sources(preview: DataPreview) -> RenderableType:
     counted = ("rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each")
     table = plain_table("source", "layout", *counted, right=counted)
     for source in preview.sources:
-        counts = (
-            source.rows,
-            source.tokens,
-            source.trained_tokens,
-            source.truncated,
-            source.dropped,
+        table.add_row(
+            source.source,
+            source.format,
+            thousands(source.rows),
+            thousands(source.tokens),
+            thousands(source.trained_tokens),
+            thousands(source.truncated),
+            thousands(source.dropped),
+            f"{100 * source.share:.0f} %",
+            f"{source.times_an_epoch:.1f} x",
         )
-        share, times = f"{100 * source.share:.0f} %", f"{source.times_an_epoch:.1f} x"
-        table.add_row(source.source, source.format, *map(thousands, counts), share, times)
     return table
 
 
 def _histogram(preview: DataPreview) -> RenderableType:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right")
-    table.add_column(style="cyan")
+    table = Table.grid(Column(justify="right"), Column(style="cyan"), padding=(0, 1))
     for entry, cells in zip(preview.histogram, preview.histogram_cells(_BAR), strict=True):
         table.add_row(
             entry.label, f"{'▇' * cells} {thousands(entry.documents) if entry.documents else ''}"

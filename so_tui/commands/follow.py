@@ -68,7 +68,15 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
         try:
             if received and _asked_to_stop(run, received[-1], printer):
                 received.clear()
-            update = _polled(reader, update, printer)
+            try:
+                update = reader.poll()
+            except OSError as error:
+                if update is None:
+                    raise
+                problem = f"{run.name} cannot be read at the moment: {error}"
+                printer.note_once(brief_message(problem))
+                time.sleep(POLL_S)
+                continue
             for record in update.records:
                 printer.show(record)
             if (state := update.state) is not None:
@@ -101,20 +109,6 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             print_note(
                 "stopping after this step, with a checkpoint (interrupt again to stop watching)"
             )
-
-
-def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update:
-    """Return what is new, once the file system answers that had answered before."""
-    while True:
-        try:
-            return reader.poll()
-        except OSError as error:
-            if last is None:
-                raise
-            printer.note_once(
-                brief_message(f"{reader.run.name} cannot be read at the moment: {error}")
-            )
-            time.sleep(POLL_S)
 
 
 def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printer) -> bool:

@@ -22,7 +22,6 @@ from so_tui.doctor.checks import Finding
 from so_tui.machine.known import MACHINES, Description, named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.measured import Calibration, calibration_of
-from so_tui.spec import InputError, Problem
 from so_tui.spec.check import is_folder
 from so_tui.spec.errors import reject
 from so_tui.validation.report import Report
@@ -109,14 +108,13 @@ def _inspected(arguments: Namespace) -> Machine:
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
     if sysroot is not None and not is_folder(sysroot / "sys"):
-        problem = Problem(
+        raise reject(
             "no-sysroot",
             "--sysroot",
             str(sysroot),
             "has no folder named sys",
             "Give a folder with copies of /sys and /proc.",
         )
-        raise InputError([problem])
     if arguments.hostname and sysroot is None:
         raise reject(
             "unused-option",
@@ -133,15 +131,11 @@ def _inspected(arguments: Namespace) -> Machine:
 
 def _remember_for_plans(machine: Machine) -> None:
     """On a node of a Slurm job, keep the machine for plans of its partition."""
-    if (
-        "SLURMD_NODENAME" not in os.environ
-    ):  # the shell of salloc may be on the login node, with the job's other variables
-        return
-    cluster, partition = (
-        os.environ.get("SLURM_CLUSTER_NAME", ""),
-        os.environ.get("SLURM_JOB_PARTITION", ""),
-    )
-    if not cluster or not _PARTITION.fullmatch(partition):
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    partition = os.environ.get("SLURM_JOB_PARTITION", "")
+    # The shell of salloc may be on the login node, with the job's other variables.
+    on_node = "SLURMD_NODENAME" in os.environ
+    if not on_node or not cluster or not _PARTITION.fullmatch(partition):
         return
     from so_tui.launch.places import remember, sees_part
 
@@ -160,16 +154,11 @@ def machines(arguments: Namespace) -> int:
     """
     from so_tui.machine.show import render, render_described
 
-    if arguments.name:
-        machine = named_machine(arguments.name)
-        if arguments.json:
-            print_json(machine)
-        else:
-            print_rich(render(machine))
-    elif arguments.json:
-        print_json(KnownMachines(MACHINES))
+    machine = named_machine(arguments.name) if arguments.name else None
+    if arguments.json:
+        print_json(machine or KnownMachines(MACHINES))
     else:
-        print_rich(render_described(MACHINES))
+        print_rich(render(machine) if machine else render_described(MACHINES))
     return 0
 
 

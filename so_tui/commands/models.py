@@ -69,18 +69,21 @@ def generate(arguments: Namespace) -> int:
     prompts = arguments.prompt or [sys.stdin.read(_LONGEST_INPUT).strip()]
     load = _named(arguments)
     sampling = _given_sampling(arguments)
-    printer = _Printer(shown=not arguments.json, headings=load.compare or len(prompts) > 1)
+    headings = not arguments.json and (load.compare or len(prompts) > 1)
     found = []
     with contextlib.closing(ModelProcess(load)) as process:
         events = process.events()
         loaded = _loaded(events)
         for text in prompts:
-            printer.prompt(text)
+            if headings:
+                print(f"> {printable_line(text)}", flush=True)
             answers = []
             for model in loaded.models:
-                printer.model(model)
+                if headings:
+                    step = "" if model.step is None else f", step {thousands(model.step)}"
+                    print(printable_line(f"[{model.side}: {model.name}{step}]"), flush=True)
                 process.ask([_prompt(model.side, text, arguments)], sampling)
-                answers.append(printer.answer(events))
+                answers.append(_answer(events, shown=not arguments.json))
             found.append(PromptAnswers(prompt=text, answers=tuple(answers)))
     if arguments.json:
         print_json(
@@ -142,38 +145,23 @@ def _loaded(events: Iterator[Event]) -> Loaded:
     raise AssertionError("the helper ended without an error before the model was loaded")
 
 
-class _Printer:
-    """Prints answers as they are written; nothing with ``--json``."""
-
-    def __init__(self, *, shown: bool, headings: bool) -> None:
-        self._shown, self._headings = shown, shown and headings
-
-    def prompt(self, text: str) -> None:
-        if self._headings:
-            print(f"> {printable_line(text)}", flush=True)
-
-    def model(self, model: ModelFacts) -> None:
-        if self._headings:
-            step = "" if model.step is None else f", step {thousands(model.step)}"
-            print(printable_line(f"[{model.side}: {model.name}{step}]"), flush=True)
-
-    def answer(self, events: Iterator[Event]) -> Answer:
-        """Print and return the next answer."""
-        for event in events:
-            if isinstance(event, Piece) and self._shown:
-                print(event.text, end="", flush=True)
-            if isinstance(event, Rejected):
-                raise InputError([event.problem])
-            if isinstance(event, Answer):
-                if self._shown:
-                    print(flush=True)
-                print_note(
-                    f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, "
-                    f"{_ENDS[event.ended]})",
-                    stderr=True,
-                )
-                return event
-        raise AssertionError("the helper ended without an error before the answer")
+def _answer(events: Iterator[Event], *, shown: bool) -> Answer:
+    """Return the next answer, and print it as it is written if it is to be ``shown``."""
+    for event in events:
+        if isinstance(event, Piece) and shown:
+            print(event.text, end="", flush=True)
+        if isinstance(event, Rejected):
+            raise InputError([event.problem])
+        if isinstance(event, Answer):
+            if shown:
+                print(flush=True)
+            print_note(
+                f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, "
+                f"{_ENDS[event.ended]})",
+                stderr=True,
+            )
+            return event
+    raise AssertionError("the helper ended without an error before the answer")
 
 
 _ENDS: dict[Ended, str] = {

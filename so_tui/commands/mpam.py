@@ -28,7 +28,7 @@ from so_tui.machine.resctrl import resctrl_mount
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Binding, Plan, RankBinding
-from so_tui.spec.errors import InputError, reject
+from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 
 MOUNT = "/sys/fs/resctrl"
@@ -96,24 +96,23 @@ def print_mpam_script(machine: Machine, plan: Plan | None) -> int:
     files = SystemFiles()
     if found := _read_resctrl(files):
         bindings = plan.binding if plan is not None else _on_all_gpus(machine)
-        wanted = _partitions(found, bindings, machine.label)
-        print(_partition_script(machine.label, found, wanted))
+        print(_partition_script(machine.label, found, _partitions(found, bindings, machine.label)))
         return 0
     if "resctrl" not in files.text("/proc/filesystems").split():
-        raise _impossible(
+        raise reject(
             "no-resctrl",
+            "--mpam",
             machine.label,
             "the kernel has no resctrl file system",
             "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
         )
     # The limits of the hardware are only known once resctrl is mounted.
-    mounts = _NOT_MOUNTED.format(mount=MOUNT)
-    print(_script(machine.label, "mounts resctrl", [mounts], f"umount {MOUNT}"))
+    print(
+        _script(
+            machine.label, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], f"umount {MOUNT}"
+        )
+    )
     return 0
-
-
-def _impossible(code: str, host: str, message: str, remedy: str) -> InputError:
-    return reject(code, "--mpam", host, message, remedy)
 
 
 def _read_resctrl(files: SystemFiles) -> _Resctrl | None:
@@ -155,35 +154,51 @@ def _partitions(
     """Return a partition of the main cores of all ranks and one of their Adam cores."""
     adam = {cpu for binding in bindings for cpu in binding.adam_cpus}
     main = {cpu for binding in bindings for cpu in binding.main_cpus} - adam
-    if not adam or not main:
-        raise _impossible(
-            "no-adam-cores",
-            host,
-            "no rank has Adam cores beside its main cores",
-            "Name a preset that trains with superoffload, on two cores or more.",
-        )
-    if len(found.groups) + _GROUPS > found.most_groups:
-        raise _impossible(
-            "too-few-partitions",
-            host,
-            "the hardware has no two partitions left",
-            "Remove groups in /sys/fs/resctrl that are not used.",
-        )
-    if any((adam | main).intersection(cpus) for cpus in found.groups.values()):
-        raise _impossible(
-            "cores-partitioned",
-            host,
-            "a group in /sys/fs/resctrl has some of the run's cores already",
-            "Remove that group (`rmdir`) first, or keep it.",
-        )
     wanted = (_partition(found, "main", main), _partition(found, "adam", adam))
-    if not any(partition.schemata for partition in wanted):
-        raise _impossible(
-            "no-partitions",
-            host,
-            "neither memory bandwidth nor the L3 cache can be partitioned by shares",
-            "Mount resctrl without `mba_MBps`, if it has that option.",
-        )
+    for wrong, problem in (
+        (
+            not adam or not main,
+            reject(
+                "no-adam-cores",
+                "--mpam",
+                host,
+                "no rank has Adam cores beside its main cores",
+                "Name a preset that trains with superoffload, on two cores or more.",
+            ),
+        ),
+        (
+            len(found.groups) + _GROUPS > found.most_groups,
+            reject(
+                "too-few-partitions",
+                "--mpam",
+                host,
+                "the hardware has no two partitions left",
+                "Remove groups in /sys/fs/resctrl that are not used.",
+            ),
+        ),
+        (
+            any((adam | main).intersection(cpus) for cpus in found.groups.values()),
+            reject(
+                "cores-partitioned",
+                "--mpam",
+                host,
+                "a group in /sys/fs/resctrl has some of the run's cores already",
+                "Remove that group (`rmdir`) first, or keep it.",
+            ),
+        ),
+        (
+            not any(partition.schemata for partition in wanted),
+            reject(
+                "no-partitions",
+                "--mpam",
+                host,
+                "neither memory bandwidth nor the L3 cache can be partitioned by shares",
+                "Mount resctrl without `mba_MBps`, if it has that option.",
+            ),
+        ),
+    ):
+        if wrong:
+            raise problem
     return wanted
 
 

@@ -69,8 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(handler="run:open_screen", runs_dir=None, takes_machine=True)
     groups = {}
     for name, arguments in shared.items():
-        default = argparse.SUPPRESS if name in _ANYWHERE else None
-        groups[name] = argparse.ArgumentParser(add_help=False, argument_default=default)
+        groups[name] = argparse.ArgumentParser(
+            add_help=False, argument_default=argparse.SUPPRESS if name in _ANYWHERE else None
+        )
         _add_arguments(groups[name], arguments, same)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, given in table["commands"].items():

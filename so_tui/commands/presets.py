@@ -103,8 +103,7 @@ def presets(arguments: Namespace) -> int:
         )
         print_json(Presets(tuple(listed), tuple(map(str, catalog.problems))))
     else:
-        headings = ("name", "model", "GPUs", "tokens", "from")
-        table = plain_table(*headings, right=("GPUs", "tokens"))
+        table = plain_table("name", "model", "GPUs", "tokens", "from", right=("GPUs", "tokens"))
         for name, preset in catalog.presets.items():
             spec = preset.spec
             table.add_row(
@@ -164,15 +163,14 @@ def _add(arguments: Namespace) -> int:
         )
     if arguments.name:
         check_user_name(arguments.name, load_catalog().presets)
-    described = describe_model(
+    spec, notes = describe_model(
         arguments.model,
         name=arguments.name,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
         changes=chosen_changes(arguments),
     )
-    path = create_preset(described.spec)
-    spec, model = described.spec, described.spec.model
+    path, model = create_preset(spec), spec.model
     if arguments.json:
         added = AddedPreset(
             name=spec.name,
@@ -181,14 +179,14 @@ def _add(arguments: Namespace) -> int:
             leaf_modules=tuple(model.leaf_modules),
             gpus=spec.ranks,
             sequence_length=spec.data.sequence_length,
-            notes=tuple(described.notes),
+            notes=notes,
         )
         print_json(added)
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(printable_line(f"saved as {path}"))
-    for text in described.notes:
+    for text in notes:
         print_note(f"note: {text}")
     print_note(f"next: {so_tui_command('plan', spec.name)}    what it needs here")
     print_note(

@@ -55,30 +55,6 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 20
 
 
-class _ScriptChoice:
-    """The user's batch script: from a file, from an editor, or from both."""
-
-    def __init__(self, *, given: str, edits: bool) -> None:
-        """Begin with the script ``given``; with the generated one if it is empty. If ``edits``, the
-        user changes it in an editor.
-        """
-        self.script = given
-        self._edits = edits
-        self._generated = ""
-
-    def __call__(self, generated: str) -> str:
-        """Return the script to submit instead of a generated one."""
-        begun = for_run(self.script, generated) if self.script else generated
-        self.script = edited(begun) if self._edits else begun
-        self._generated = generated
-        return self.script
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the user would lose something with it."""
-        return self._edits and self.script not in ("", self._generated)
-
-
 def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
     """Raise InputError if an option of batch scripts is given and none will be submitted."""
     if dry_run:
@@ -165,8 +141,10 @@ def _start(launch: Launch, arguments: Namespace) -> RunDirectory:
     """
     if not (arguments.edit or arguments.script):
         return start(launch, runs_dir=arguments.runs_dir)
+    script = generated = ""
     try:
-        given = read_bounded(arguments.script, _MOST_BYTES).decode() if arguments.script else ""
+        if arguments.script:
+            script = read_bounded(arguments.script, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise reject(
             "script-unreadable",
@@ -175,12 +153,20 @@ def _start(launch: Launch, arguments: Namespace) -> RunDirectory:
             f"cannot be read: {error}",
             "Name a batch script that --edit kept.",
         ) from error
-    choice = _ScriptChoice(given=given, edits=arguments.edit)
+
+    def chosen(given: str) -> str:
+        """Return the script to submit instead of the generated one."""
+        nonlocal script, generated
+        generated, script = given, for_run(script, given) if script else given
+        if arguments.edit:
+            script = edited(script)
+        return script
+
     try:
-        return start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
+        return start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=chosen))
     except BaseException:
-        if choice.is_changed:
-            file = quoted(str(kept(choice.script, launch.spec.name).path))
+        if arguments.edit and script not in ("", generated):
+            file = quoted(str(kept(script, launch.spec.name).path))
             told = f"your script is kept. To submit it: the same command with --script {file}"
             print(f"so-tui: {told}", file=sys.stderr)
         raise
@@ -313,8 +299,9 @@ def open_screen(arguments: Namespace) -> int:
         return 0
     from so_tui.machine.known import machine_of  # reads its file of machines
 
-    machine = machine_of(arguments.machine)
-    _show_screen(arguments.runs_dir, machine=machine, machine_file=arguments.machine)
+    _show_screen(
+        arguments.runs_dir, machine=machine_of(arguments.machine), machine_file=arguments.machine
+    )
     return 0
 
 

@@ -20,7 +20,7 @@ from so_tui.runs.export import export_metrics
 from so_tui.runs.listing import RunNotes, changed_tags, read_notes, write_notes
 from so_tui.runs.liveness import sighting, suspended
 from so_tui.runs.lock import ended_state, evidence
-from so_tui.runs.records import FINAL_STATES, Process, RunState, State
+from so_tui.runs.records import FINAL_STATES, RunState, State
 from so_tui.runs.results import (
     RESULTS,
     ReadingTime,
@@ -168,14 +168,14 @@ def edit_note(arguments: Namespace) -> int:
         changed = changed_tags(notes, arguments.tag, arguments.untag)
         notes = changed if arguments.text is None else replace(changed, note=arguments.text)
         write_notes(run, notes)
+    parts = filter(None, (notes.note, " ".join(f"#{tag}" for tag in notes.tags)))
+    lines = "\n".join(map(printable_line, parts))
     if arguments.json:
         print_json(notes)
-    elif not notes.note and not notes.tags:
-        print_note("no note and no tags")
+    elif lines:
+        print(lines)
     else:
-        for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)):
-            if part:
-                print(printable_line(part))
+        print_note("no note and no tags")
     return 0
 
 
@@ -248,8 +248,11 @@ def runs(arguments: Namespace) -> int:
     elif not rows:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
     else:
-        whys = [f"{row.run.name}: {why}" for row in rows if (why := _why(row.state))]
-        print_rich(_table(rows, sort), *(f"\n{brief_message(why)}" for why in whys))
+        # Why a run ended, or what a queued one waits for.
+        states = [(row.run.name, row.state) for row in rows]
+        whys = [(name, of.detail if of.state == "queued" else of.reason) for name, of in states]
+        told = (f"\n{brief_message(f'{name}: {why}')}" for name, why in whys if why)
+        print_rich(_table(rows, sort), *told)
     _say_what_was_not_read((row.results for row in rows), unread)
     return 0
 
@@ -258,11 +261,17 @@ def _say_what_was_not_read(results: Iterable[RunResults], unread: int = 0) -> No
     """Say on stderr how many runs were not read whole, and how many older ones not at all."""
     cut = sum(not each.whole for each in results)
     if cut:
-        told = f"{plural(cut, 'run')} marked {_CUT} would have taken too long to read whole"
-        print(f"so-tui: {told}: results are of what was read", file=sys.stderr)
+        print(
+            f"so-tui: {plural(cut, 'run')} marked {_CUT} would have taken too long to read whole: "
+            "results are of what was read",
+            file=sys.stderr,
+        )
     if unread:
-        told = f"{plural(unread, 'older run')} would have taken too long to read and are not listed"
-        print(f"so-tui: {told}. Name a folder of fewer with --runs-dir", file=sys.stderr)
+        print(
+            f"so-tui: {plural(unread, 'older run')} would have taken too long to read and are not "
+            "listed. Name a folder of fewer with --runs-dir",
+            file=sys.stderr,
+        )
 
 
 def _text_of(row: _Row, key: str) -> str:
@@ -316,19 +325,15 @@ def _table(rows: list[_Row], sort: str) -> Table:
             f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
             for state in states
         ]
-    left = ("name", "state", "model", "host", "started")
-    table = plain_table(*columns, right=columns.keys() - left)
+    table = plain_table(
+        *columns, right=columns.keys() - ("name", "state", "model", "host", "started")
+    )
     for column in table.columns:
         if column.header != "name":
             column.no_wrap, column.overflow = True, "ellipsis"
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
-
-
-def _why(state: RunState) -> str:
-    """Return why a run ended, or what a queued one waits for."""
-    return state.detail if state.state == "queued" else state.reason
 
 
 def _state(run: RunDirectory) -> RunState:
@@ -354,25 +359,6 @@ def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRu
         results=results,
         notes=read_notes(run),
     )
-
-
-class _Waiting:
-    """Says what a stop waits for."""
-
-    def __init__(self) -> None:
-        self.line = ProgressLine()
-        self._suspended: Process | None = None
-
-    def say(self, state: RunState, left_s: float) -> None:
-        """Say how long it may take, on a terminal, and name a process that stands still once."""
-        found = suspended(state)
-        if found != self._suspended and found is not None:
-            self.line.clear()
-            who = f"its {found.role} (pid {found.pid}) is suspended and does nothing"
-            print(f"so-tui: {who}: `kill -CONT {found.pid}` lets it go on", file=sys.stderr)
-        self._suspended = found
-        doing = f"{state.state} at step {thousands(state.step)}"
-        self.line.show(f"{doing}; waiting for its end, at most {duration(left_s)} more")
 
 
 def stop(arguments: Namespace) -> int:
@@ -402,9 +388,21 @@ def stop(arguments: Namespace) -> int:
             print_note(f"{run.name} {evidence(state, seen)}")
         if state.state != "queued":
             print_note(f"asked {run.name} to stop; waiting for its checkpoint")
-        waiting = _Waiting()
-        state = stop_run(run, grace_s=arguments.grace, waiting=waiting.say)
-        waiting.line.clear()
+        line, known = ProgressLine(), None
+
+        def say(state: RunState, left_s: float) -> None:
+            """Say how long it may take, and name a process that stands still once."""
+            nonlocal known
+            before, known = known, suspended(state)
+            if known is not None and known != before:
+                line.clear()
+                who = f"its {known.role} (pid {known.pid}) is suspended and does nothing"
+                print(f"so-tui: {who}: `kill -CONT {known.pid}` lets it go on", file=sys.stderr)
+            doing = f"{state.state} at step {thousands(state.step)}"
+            line.show(f"{doing}; waiting for its end, at most {duration(left_s)} more")
+
+        state = stop_run(run, grace_s=arguments.grace, waiting=say)
+        line.clear()
         step = state.saved_step
         if state.state not in FINAL_STATES:
             if not sighting(run, state).by_processes:

@@ -28,8 +28,13 @@ def trust(arguments: Namespace) -> int:
     if arguments.revoke:
         folder = Path(source)
         if not revoke(str(folder.absolute()) if is_folder(folder) else source.partition("@")[0]):
-            message = "is not among what you trust"
-            raise reject("not-trusted", "SOURCE", source, message, "`so-tui trust` lists that.")
+            raise reject(
+                "not-trusted",
+                "SOURCE",
+                source,
+                "is not among what you trust",
+                "`so-tui trust` lists that.",
+            )
         print(printable_line(f"the code of {source} does not run any more"))
         return 0
     from so_tui.launch.helper_jobs import code_of
@@ -41,7 +46,7 @@ def trust(arguments: Namespace) -> int:
         allow(code)
         files = some(code.files) or "no Python code"
         print(printable_line(f"trusted: {code.name} (SHA-256 {code.hash}: {files})"))
-    elif not _asked((code,)):
+    elif not _can_ask() or not _asked((code,)):
         raise code.refusal("SOURCE")
     return 0
 
@@ -53,10 +58,10 @@ def _list(*, json: bool) -> None:
     found = consents()
     if json:
         print_json(found)
-        return
-    for each in found:
-        print(printable_line(f"{each.date}  {each.hash}  {each.source}"))
-    if not found:
+    elif found:
+        for each in found:
+            print(printable_line(f"{each.date}  {each.hash}  {each.source}"))
+    else:
         print_note("You trust no model's code. `so-tui trust SOURCE` shows and allows it.")
 
 
@@ -77,8 +82,6 @@ def _can_ask() -> bool:
 
 def _asked(codes: Iterable[Code]) -> bool:
     """Ask whether to allow code, and record a yes. Return the answer."""
-    if not _can_ask():
-        return False
     for code in codes:
         for line in code.lines():
             print(printable_line(line), file=sys.stderr)

@@ -44,7 +44,6 @@ from so_tui.spec.presets import missing_paths
 from so_tui.trust.text import so_tui_command
 from so_tui.units import disk_size, memory_size
 
-_CHECK_TIMEOUT_S = 180.0
 _RECORDS_BYTES = 32 * 10**6
 """A disk with less is full: a run could not even write its records and logs for long."""
 Check = Literal["files", "machine", "inputs"]
@@ -86,8 +85,7 @@ def preflight(
     begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        wrong = left_out_profiles(launch.spec.slurm)
-        warnings = tuple(f"left out: {problem}" for problem in wrong)
+        warnings = tuple(f"left out: {problem}" for problem in left_out_profiles(launch.spec.slurm))
     else:
         warnings = quick_checks(launch, runs_dir=runs_dir)
         if not launch.forced:
@@ -95,9 +93,8 @@ def preflight(
             _refuse(_blocked_by_doctor(launch), forceable=True)
         begins("inputs")
         request = {"spec": spec_tree(launch.spec)}
-        warnings += tuple(
-            call_tool("check_inputs", request, timeout_s=_CHECK_TIMEOUT_S)["warnings"]
-        )
+        answer = call_tool("check_inputs", request, timeout_s=180.0)
+        warnings += tuple(answer["warnings"])
     launch = replace(launch, checks_s=time.monotonic() - began)
     return launch, (*launch.plan.warning_texts, *warnings)
 
@@ -107,8 +104,12 @@ def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
     built-in one that does not exist.
     """
     problems = list(missing_paths(spec))
-    sources = tuple(part.source for part in spec.data.sources)
-    for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
+    for text in (
+        spec.model.id,
+        spec.model.tokenizer,
+        spec.data.evaluation,
+        *(part.source for part in spec.data.sources),
+    ):
         try:
             resolve_source(text)
         except InputError as error:
@@ -225,8 +226,7 @@ def _missing_software(machine: Machine) -> Iterator[Refusal]:
     software = machine.software
     for name in ("torch", "deepspeed", "transformers"):
         if getattr(software, name) is None:
-            message = f"{name} is not installed here. {INSTALL_TRAINING}"
-            yield Refusal("software-missing", message)
+            yield Refusal("software-missing", f"{name} is not installed here. {INSTALL_TRAINING}")
     if any(gpu.vendor == "amd" for gpu in machine.gpus):
         if software.torch and software.torch_rocm is None:
             yield Refusal(
@@ -247,8 +247,9 @@ def _blocked_by_doctor(launch: Launch) -> Iterator[Refusal]:
     """Yield what else would end the run, such as an old driver or a GPU that no process may use."""
     for finding in findings(launch.machine, launch.plan):
         if finding.severity == "blocks":
-            message = f"{finding.title} ({finding.evidence}). {finding.remedy}"
-            yield Refusal("doctor-blocks", message)
+            yield Refusal(
+                "doctor-blocks", f"{finding.title} ({finding.evidence}). {finding.remedy}"
+            )
 
 
 def _refuse_missing_compiler(launch: Launch) -> None:

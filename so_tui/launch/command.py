@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 
 from so_tui.folders import UNCACHED_COMPILERS, Environment, compiled_folder
@@ -167,41 +166,24 @@ def _beginning(descriptor: int) -> bytes:
 # records the result in ``command.json``.
 
 
-class Placeholder(StrEnum):
-    """The text that stands for each value. It is always a whole argument or a whole variable, never
-    part of one.
-    """
-
-    RUN = "{RUN}"
-    RUN_ID = "{RUN_ID}"
-    LAUNCH = "{LAUNCH}"
-    ATTEMPT = "{ATTEMPT}"
-    RENDEZVOUS = "{RENDEZVOUS}"
-    NODE = "{NODE}"
-    ADDRESS = "{ADDRESS}"
-    PORT = "{PORT}"
-    HOSTFILE = "{HOSTFILE}"
-    DEVICES = "{DEVICES}"
-
-
-MEANINGS: dict[Placeholder, str] = {
-    Placeholder.RUN: "the run directory",
-    Placeholder.RUN_ID: "the run's id",
-    Placeholder.LAUNCH: "the hash of this launch and of the run's id",
-    Placeholder.ATTEMPT: "the number of the attempt",
-    Placeholder.RENDEZVOUS: (
+MEANINGS = {
+    "{RUN}": "the run directory",
+    "{RUN_ID}": "the run's id",
+    "{LAUNCH}": "the hash of this launch and of the run's id",
+    "{ATTEMPT}": "the number of the attempt",
+    "{RENDEZVOUS}": (
         "where the ranks meet: a file that only you can open, or an address on the first of "
         "several nodes"
     ),
-    Placeholder.NODE: "the number of the node",
-    Placeholder.ADDRESS: "the address of the first node",
-    Placeholder.PORT: "a port of the first node",
-    Placeholder.HOSTFILE: "a file that lists the nodes",
-    Placeholder.DEVICES: "the GPUs of each node",
+    "{NODE}": "the number of the node",
+    "{ADDRESS}": "the address of the first node",
+    "{PORT}": "a port of the first node",
+    "{HOSTFILE}": "a file that lists the nodes",
+    "{DEVICES}": "the GPUs of each node",
 }
-
-
-TRAINER_MODULE = "so_tui_trainer"
+"""By the text that stands for each value. It is always a whole argument or a whole variable, never
+part of one.
+"""
 
 
 def argv(plan: Plan) -> tuple[str, ...]:
@@ -211,9 +193,9 @@ def argv(plan: Plan) -> tuple[str, ...]:
     if plan.spec.nodes > 1:
         # A supervisor starts it on each node. Launchers over ssh or srun would lose the binding.
         where = [
-            *("--hostfile", Placeholder.HOSTFILE, "--include", Placeholder.DEVICES),
-            *("--no_ssh", "--node_rank", Placeholder.NODE),
-            *("--master_addr", Placeholder.ADDRESS, "--master_port", Placeholder.PORT),
+            *("--hostfile", "{HOSTFILE}", "--include", "{DEVICES}"),
+            *("--no_ssh", "--node_rank", "{NODE}"),
+            *("--master_addr", "{ADDRESS}", "--master_port", "{PORT}"),
         ]
     else:
         # A path that is never a regular file: a /job/hostfile of the site would otherwise make this
@@ -226,9 +208,9 @@ def argv(plan: Plan) -> tuple[str, ...]:
     # Without a working numactl the launcher would fail. The trainer binds itself in any case.
     if uses_numactl(plan.binding):
         where += ["--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding)]
-    trainer = [TRAINER_MODULE, "--run", Placeholder.RUN, "--attempt", Placeholder.ATTEMPT]
+    trainer = ["so_tui_trainer", "--run", "{RUN}", "--attempt", "{ATTEMPT}"]
     if plan.spec.nodes > 1:
-        trainer += ["--node", Placeholder.NODE]
+        trainer += ["--node", "{NODE}"]
     return (sys.executable, "-m", "deepspeed.launcher.runner", *where, "--module", *trainer)
 
 
@@ -263,18 +245,6 @@ _THREADS = "one thread for each Adam core; a site default of 1 would be very slo
 def variables(plan: Plan, machine: Machine, inherited: Environment) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be
     placeholders.
-    """
-    return tuple(
-        Variable(name, value, reason)
-        for holds, name, value, reason in _changes(plan, machine, inherited)
-        if holds
-    )
-
-
-def _changes(
-    plan: Plan, machine: Machine, inherited: Environment
-) -> tuple[tuple[object, str, str | None, str], ...]:
-    """Return whether each change is made, its name, value and reason.
 
     The ranks of one host meet in a file of this user and on the loopback interface, where no other
     user can join them. A site's modules often name the cluster's network for NCCL. On one host NCCL
@@ -292,21 +262,23 @@ def _changes(
         for name in compiled
         if inherited.get(name)
     }
-    theirs = plan.spec.offload.deepspeed_superoffload
-    allocator, options = _allocator(machine.software, deepspeed_engine=theirs)
+    allocator, options = _allocator(
+        machine.software, deepspeed_engine=plan.spec.offload.deepspeed_superoffload
+    )
     chosen = bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys())
     architectures = inherited.get("TORCH_CUDA_ARCH_LIST", "")
     valid = valid_arch_list(architectures)
-    return (
-        (True, RUN_MARKER, Placeholder.RUN, "marks the processes of this run"),
+    # Whether each is made, its name, value and reason.
+    changes: tuple[tuple[object, str, str | None, str], ...] = (
+        (True, RUN_MARKER, "{RUN}", "marks the processes of this run"),
         (
             True,
             RUN_ID_MARKER,
-            Placeholder.RUN_ID,
+            "{RUN_ID}",
             "distinguishes this run from another one at the same path",
         ),
-        (True, ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt"),
-        (True, LAUNCH_VARIABLE, Placeholder.LAUNCH, "the ranks train this launch and no other"),
+        (True, ATTEMPT_MARKER, "{ATTEMPT}", "marks the processes of this attempt"),
+        (True, LAUNCH_VARIABLE, "{LAUNCH}", "the ranks train this launch and no other"),
         (MARKER in inherited, MARKER, None, "marks alert commands; one has started this run"),
         (
             folder not in path.split(":"),
@@ -320,11 +292,11 @@ def _changes(
             "1",
             "imports modules from the installation, never from the current directory",
         ),
-        (several, NODE_MARKER, Placeholder.NODE, "marks the processes of this node"),
+        (several, NODE_MARKER, "{NODE}", "marks the processes of this node"),
         (
             True,
             RENDEZVOUS,
-            Placeholder.RENDEZVOUS,
+            "{RENDEZVOUS}",
             "an address of the first node, where the ranks meet"
             if several
             else "a file of your own in which the ranks meet",
@@ -416,6 +388,7 @@ def _changes(
             "everything this run needs is part of so-tui",
         ),
     )
+    return tuple(Variable(name, value, reason) for holds, name, value, reason in changes if holds)
 
 
 def apply(changes: tuple[Variable, ...], inherited: Environment) -> dict[str, str]:
@@ -481,6 +454,9 @@ def _allocator(software: Software, *, deepspeed_engine: bool) -> tuple[str, str]
 
 def _is_embedded(spec: RunSpec) -> bool:
     """Return whether a spec's model and data are part of so-tui."""
-    sources = (part.source for part in spec.data.sources)
-    named = (spec.model.id, *sources, spec.data.evaluation or "builtin:")
+    named = (
+        spec.model.id,
+        *(part.source for part in spec.data.sources),
+        spec.data.evaluation or "builtin:",
+    )
     return all(source.startswith("builtin:") for source in named)

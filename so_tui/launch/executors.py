@@ -40,9 +40,8 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
             state.state in FINAL_STATES
             or not sees_processes_of(host_of(state))
             or supervised(state)
+            or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt))
         ):
-            return False
-        if not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
             return False
         # An OSError is a full disk: the next call tries again.
         with contextlib.suppress(OSError, Refused), own_run(run) as own:

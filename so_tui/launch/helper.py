@@ -24,15 +24,23 @@ from functools import partial
 import msgspec
 
 from so_tui.folders import UNCACHED_COMPILERS
-from so_tui.launch.helper_limits import LONGEST_ANSWER, Lifeline, Watch, limits_of
+from so_tui.launch.helper_limits import (
+    LARGEST_LOG_BYTES,
+    LONGEST_ANSWER,
+    limits_of,
+    restrict,
+    taken_bytes,
+)
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
-from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
+from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse, reject
 from so_tui.trust.decoding import Tree
 from so_tui.trust.text import quoted
+from so_tui.units import significant
 
 _LOG = logging.getLogger(__name__)
 _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL, and how long the kernel may take after that."""
+_POLL_S = 0.1
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
@@ -60,52 +68,34 @@ class ToolError(SoTuiError):
         super().__init__(str(found).strip())
 
 
-class Cancel:
-    """Ends a helper process from another thread than the one that waits for it. It may be called
-    before the start, and repeatedly.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._process: subprocess.Popen[str] | None = None
-
-    def __call__(self) -> None:
-        self.requested = True
-        if (process := self._process) is not None:
-            _signal(process, signal.SIGTERM)
-            # One that is busy in compiled code does not obey.
-            timer = threading.Timer(_TERMINATE_S, _signal, (process, signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
-
-    def started(self, process: subprocess.Popen[str]) -> None:
-        """Register the process to end. The code that starts the process calls this."""
-        # Each of the two threads writes before it reads, so that one of them ends the process.
-        self._process = process
-        if self.requested:
-            self()
-
-
 class ToolProcess:
     """A helper process that answers in lines, and may be asked more than once. Close it in the end,
     with the processes it started.
     """
 
-    def __init__(self, name: str, cancel: Cancel | None = None, weights_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        cancel: threading.Event | None = None,
+        weights_bytes: int = 0,
+        timeout_s: float = threading.TIMEOUT_MAX,
+    ) -> None:
         """Start the helper.
 
         Args:
             name: Its module.
-            cancel: Ends it from another thread; its answers then just end.
+            cancel: Ends it once it is set, even before the start; its answers then just end.
             weights_bytes: Size of the weights that it loads, which it has memory for.
+            timeout_s: How long it may take.
         """
-        self._name, self._cancel = name, cancel or Cancel()
+        self._name, self._cancel = name, cancel or threading.Event()
+        self._limits, self._timeout_s = limits_of(name, weights_bytes), timeout_s
         # `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._note = tempfile.TemporaryFile()  # noqa: SIM115
-        limits, note = limits_of(name, weights_bytes), self._note.fileno()
-        environment = _environment() | {"SO_TUI_HELPER": f"{note}:{limits.row_s}"}
-        line = Lifeline()
+        note = self._note.fileno()
+        environment = _environment() | {"SO_TUI_HELPER": f"{note}:{self._limits.row_s}"}
+        inherited, self._lifeline = os.pipe()
         argv = [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
         _LOG.info("calling %s", quoted(*argv))
         self._process = subprocess.Popen(
@@ -118,16 +108,18 @@ class ToolProcess:
             env=environment,
             bufsize=1,
             process_group=0,
-            pass_fds=(note, line.inherited),
+            pass_fds=(note, inherited),
         )
-        line.tie(self._process.pid)
-        self._line = line
-        self._watch = Watch(name, self._process, limits, self._errors, self._note)
+        restrict(name, self._process.pid, inherited)
         _RUNNING.add(self)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._lines = self._process.stdin, self._process.stdout
-        self._cancel.started(self._process)
+        self._failure: SoTuiError | None = None
+        """Why this program has ended it."""
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._look, name=f"limits of {name}", daemon=True)
+        self._watch.start()
 
     def send(self, request: object) -> None:
         """Send a request, in ASCII because the helper reads it in its locale's encoding.
@@ -155,17 +147,25 @@ class ToolProcess:
         problems = None
         for line in iter(partial(self._lines.readline, LONGEST_ANSWER + 1), ""):
             if len(line) > LONGEST_ANSWER:
-                raise InputError([self._watch.too_long()])
+                self._signal(signal.SIGKILL)
+                raise self._wrote_too_much()
             answer = _decoded(self._name, line)
             problems = answer.get("problems")
             if problems is None:
                 yield answer
         code = self._process.wait()
-        if code == 0 or self._cancel.requested:
+        if code == 0 or self._cancel.is_set():
             return
         lines = self._log_lines()
-        if reached := self._watch.reached():
-            raise InputError([reached])
+        if self._failure is not None:
+            raise self._failure
+        if code == -signal.SIGXCPU:
+            raise self._took_too_much(
+                "helper-cpu-limit",
+                "row_s",
+                self._limits.row_s,
+                "took more CPU time than a row or a file may",
+            )
         if problems:
             found = msgspec.convert(problems, list[Problem])
             raise InputError(found) if code == InputError.exit_code else ToolError(found[0])
@@ -187,16 +187,68 @@ class ToolProcess:
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         said = lines[-1] if lines else "it wrote nothing"
         field = f"tools.{self._name}"
-        message = f"failed ({how}) at {self._watch.doing}: {said}"
+        message = f"failed ({how}) at {self._doing}: {said}"
         remedy = _REMEDY
         if code == -signal.SIGKILL:
             remedy = f"The system ends processes if memory runs out: free some. {_REMEDY}"
         return Problem("helper-failed", field, "", message, remedy)
 
+    def _look(self) -> None:
+        """End the helper when it is cancelled, is late, or takes more than it may."""
+        ends_at = time.monotonic() + self._timeout_s
+        while not self._closed.wait(_POLL_S) and self._process.poll() is None:
+            late = time.monotonic() > ends_at
+            if late or self._cancel.is_set():
+                if late:
+                    words = f"gave no answer within {self._timeout_s:,.0f} s"
+                    self._failure = ToolError(f"so_tui_trainer.tools.{self._name} {words}")
+                self.end()
+                return
+            taken, allowed = taken_bytes(self._process.pid, self._limits)
+            if taken > allowed:
+                took = f"took {significant(taken / 1e9)} GB of memory, more than it may"
+                self._failure = self._took_too_much(
+                    "helper-memory-limit", "memory_gb", round(allowed / 1e9, 1), took
+                )
+            elif os.fstat(self._errors.fileno()).st_size > LARGEST_LOG_BYTES:
+                self._failure = self._wrote_too_much()
+            if self._failure is not None:
+                self._signal(signal.SIGKILL)
+                return
+
+    @property
+    def _doing(self) -> str:
+        """What the helper noted last."""
+        text = os.pread(self._note.fileno(), 1 << 12, 0).rstrip(b"\0").decode(errors="replace")
+        return text or f"so_tui_trainer.tools.{self._name}"
+
+    def _wrote_too_much(self) -> InputError:
+        return reject(
+            "helper-output-limit",
+            self._doing,
+            "",
+            f"wrote more than {LONGEST_ANSWER >> 20} MiB of text",
+            "Correct or remove what it reads; `--verbose` shows what it wrote.",
+        )
+
+    def _took_too_much(self, code: str, key: str, value: float, took: str) -> InputError:
+        return reject(
+            code,
+            f"helpers.{key}",
+            f"{value:g}",
+            f"{self._doing} {took}",
+            f"Correct or remove it, or allow more: `so-tui settings helpers.{key}={2 * value:g}`.",
+        )
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def end(self) -> None:
         """End the helper's whole group. One that the kernel does not let go is left behind."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            _signal(self._process, number)
+            self._signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERMINATE_S)
 
@@ -204,8 +256,9 @@ class ToolProcess:
         """End the helper."""
         _RUNNING.discard(self)
         self.end()
-        self._watch.end()
-        self._line.cut()
+        self._closed.set()
+        self._watch.join()
+        os.close(self._lifeline)
         self.end_requests()
         self._lines.close()
         self._errors.close()
@@ -218,13 +271,13 @@ _RUNNING: weakref.WeakSet[ToolProcess] = weakref.WeakSet()
 def end_all() -> None:
     """End every helper of this process. Threads that wait for one then go on."""
     for process in tuple(_RUNNING):
-        process._cancel()
+        process._cancel.set()
 
 
 def stream_tool(
     name: str,
     request: Tree,
-    cancel: Cancel | None = None,
+    cancel: threading.Event | None = None,
     *,
     timeout_s: float = threading.TIMEOUT_MAX,
 ) -> Iterator[Tree]:
@@ -234,22 +287,10 @@ def stream_tool(
     iterator just ends. Raises the errors of ``ToolProcess.answers``; without ``timeout_s`` the
     helper may take as long as it wants.
     """
-    with contextlib.closing(ToolProcess(name, cancel)) as process:
-        begun, timer = time.monotonic(), threading.Timer(timeout_s, process.end)
-        timer.daemon = True
-        timer.start()
+    with contextlib.closing(ToolProcess(name, cancel, timeout_s=timeout_s)) as process:
         process.send(request)
         process.end_requests()
-        try:
-            yield from process.answers()
-        except ToolError as error:
-            if time.monotonic() - begun < timeout_s:
-                raise
-            raise ToolError(
-                f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:,.0f} s"
-            ) from error
-        finally:
-            timer.cancel()
+        yield from process.answers()
 
 
 def call_tool(
@@ -269,12 +310,6 @@ def call_tool(
     if not answer:
         raise ToolError(f"so_tui_trainer.tools.{name} ended without an answer")
     return answer
-
-
-def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
 
 
 def _environment() -> dict[str, str]:

@@ -7,16 +7,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, Tell, ToolProcess, call_tool, stream_tool
+from so_tui.launch.helper import Tell, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -129,9 +129,10 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
     """
     if not machine.gpus:
         return {}
-    every = tuple(gpu.index for gpu in machine.gpus)
     try:
-        ranks = bind_ranks(machine, every, cpu_adam_cores_fraction=0.0)
+        ranks = bind_ranks(
+            machine, tuple(gpu.index for gpu in machine.gpus), cpu_adam_cores_fraction=0.0
+        )
     except InputError:
         return {}
     return {rank.gpu: list(rank.cpus) for rank in ranks}
@@ -292,10 +293,9 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         """Return name, figure and meaning of each count."""
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
-        too_long = ""
-        if self.dropped_too_long:
-            count = thousands(self.dropped_too_long)
-            too_long = f", {count} of them because the prompt alone fills a sequence"
+        count = thousands(self.dropped_too_long)
+        too_long = f", {count} of them because the prompt alone fills a sequence"
+        dropped = f"rows without a trained token{too_long if self.dropped_too_long else ''}"
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
@@ -319,7 +319,7 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
             ("truncated", self.truncated, "rows longer than a sequence, which lose their end"),
-            ("dropped", self.dropped, f"rows without a trained token{too_long}"),
+            ("dropped", self.dropped, dropped),
             ("cut", self.cut, "rows of plain text that became several documents"),
         ]
         return [
@@ -370,7 +370,7 @@ prepare(Progress, DataPreview)
 
 
 def preview_data(
-    spec: RunSpec, rows: int, cancel: Cancel | None = None
+    spec: RunSpec, rows: int, cancel: threading.Event | None = None
 ) -> Iterator[Progress | DataPreview]:
     """Yield progress, then the preview with ``rows`` sample rows.
 
@@ -427,14 +427,13 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
     """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as
     the one before.
     """
-    last: tuple[str, int] | None = None
-    for event in events:
-        if isinstance(event, ExportProgress):
-            part = event.doing, event.done_bytes * parts // max(1, event.total_bytes)
-            if part == last:
-                continue
-            last = part
-        yield event
+
+    def part(event: ExportProgress | str) -> object:
+        if isinstance(event, str):
+            return event
+        return event.doing, event.done_bytes * parts // max(1, event.total_bytes)
+
+    return (next(same) for _, same in groupby(events, part))
 
 
 # Presets for any model: a helper process reads the model's shape, and the other settings get
@@ -472,13 +471,6 @@ def refused_code(error: SoTuiError) -> tuple[Code, ...]:
     return tuple(map(code_of, names))
 
 
-class _Described(NamedTuple):
-    """A spec that is not saved yet, and notes about the model."""
-
-    spec: RunSpec
-    notes: tuple[str, ...]
-
-
 def describe_model(
     model: str,
     *,
@@ -486,9 +478,9 @@ def describe_model(
     revision: str = "main",
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
-) -> _Described:
-    """Make the spec of a model. Takes seconds, in a helper process that downloads at most
-    config.json.
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Return an unsaved spec of a model, and notes about the model. Takes seconds, in a helper
+    process that downloads at most config.json.
 
     Args:
         model: A hub id or a local folder.
@@ -529,8 +521,7 @@ def describe_model(
     request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
     asked = {name: changes.get(f"model.{name}", "") for name in ("tokenizer", "weights")}
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
-    spec = with_values(check_tree(_tree(answer, chosen)), changes)
-    return _Described(spec, tuple(answer["notes"]))
+    return with_values(check_tree(_tree(answer, chosen)), changes), tuple(answer["notes"])
 
 
 def _preset_name(model: str) -> str:
@@ -539,14 +530,12 @@ def _preset_name(model: str) -> str:
     """
     folder = Path(model.strip()).expanduser()
     name = folder.resolve().name if is_folder(folder) else _last_part(model)
-    words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
-    return words.strip("-._")[:64] or "model"
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:64] or "model"
 
 
 def _tree(answer: Tree, name: str) -> Tree:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
-    packs = packing_problem(layer_kinds(answer["model"]["config"])) is None
     # The smallest number of superchips with 480 GB that can train this many parameters.
     needed = answer["parameters"] / _PARAMETERS_PER_GPU
     return {
@@ -560,7 +549,7 @@ def _tree(answer: Tree, name: str) -> Tree:
             "source": "tatsu-lab/alpaca",
             "format": "auto",
             "sequence_length": length,
-            "packing": packs,
+            "packing": packing_problem(layer_kinds(answer["model"]["config"])) is None,
         },
         "train": {"epochs": 1},
         "offload": {"mode": "auto"},
@@ -634,8 +623,10 @@ def _weights_bytes(load: LoadModel) -> int:
     if load.run:
         found = read_spec(RunDirectory(Path(load.run))).model.parameter_count * 2
     else:  # what is on the disk: a sparse file has any size
-        files = Path(load.folder).glob("*.safetensors")
-        found = sum(min(state.st_size, state.st_blocks * 512) for state in map(os.stat, files))
+        found = sum(
+            min(state.st_size, state.st_blocks * 512)
+            for state in map(os.stat, Path(load.folder).glob("*.safetensors"))
+        )
     return found * (2 if load.compare else 1)
 
 
@@ -644,7 +635,7 @@ class ModelProcess(ToolProcess):
     end.
     """
 
-    def __init__(self, load: LoadModel, end: Cancel | None = None) -> None:
+    def __init__(self, load: LoadModel, end: threading.Event | None = None) -> None:
         """Start loading.
 
         Args:

@@ -155,8 +155,9 @@ def _attempt_of_restart(
             )
         return attempt, digest
     finally:
-        told = _Restart(attempt=attempt, launch=digest)
-        write_run_json(run, run.restart_path(submitted, count), told)
+        write_run_json(
+            run, run.restart_path(submitted, count), _Restart(attempt=attempt, launch=digest)
+        )
 
 
 def _make_attempt(
@@ -167,8 +168,7 @@ def _make_attempt(
     """
     from so_tui.launch.lifecycle import resume
 
-    launch = prepare_resume(run, machine, assume_dead=assume_dead)
-    return resume(run, launch, executor=executor)
+    return resume(run, prepare_resume(run, machine, assume_dead=assume_dead), executor=executor)
 
 
 def _put_back(run: RunDirectory) -> None:
@@ -214,47 +214,43 @@ def supervise_in_job(run: RunDirectory, attempt: int, digest: str | None = None)
         InputError, Refused: This may not be done here (see ``admission``).
         OSError: The run directory cannot be written.
     """
-    with own_run(run) as own:
-        return _supervise_in_job(own, attempt, digest)
-
-
-def _supervise_in_job(run: RunDirectory, attempt: int, digest: str | None) -> int:
-    admission.refuse_unknown_attempt(run, attempt)
-    submission = read_submission(run, attempt)
-    if submission is None:
-        raise reject(
-            "not-submitted",
-            "--attempt",
-            str(attempt),
-            "was not submitted with this job",
-            "Start runs with `so-tui run`.",
-        )
-    os.umask(umask_of(run.at))
-    nodes = nodes_of_job(os.environ)
-    machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
-    if again := int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-        attempt, digest = (
-            _attempt_of_restart(run, attempt, machine, again)
-            if nodes.first
-            else _told_attempt(run, attempt, again)
-        )
-        submission = read_submission(run, attempt) or submission
-    if nodes.first:
-        admission.refuse_start(run, attempt, read_state(run))
-        remember(submission.cluster, submission.partition, machine)
-    # Jobs of earlier versions have one launch for all nodes until each has written its own.
-    written = nodes.node if run.launch_path(attempt, nodes.node).exists() else 0
-    submitted = read_launch(run, attempt, digest, node=written)
-    try:
-        launch = _planned_here(submitted, machine, nodes.node)
-        own = write_launch(run, attempt, launch, nodes.node)
-    except SoTuiError as error:
-        print(error, file=sys.stderr, flush=True)
-        return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
-    if nodes.first:
-        return _supervise_run(run, attempt, submission, launch, own, nodes)
-    become_subreaper()
-    return NodeSupervisor(run, attempt, launch, own, nodes).watch()
+    with own_run(run) as run:
+        admission.refuse_unknown_attempt(run, attempt)
+        submission = read_submission(run, attempt)
+        if submission is None:
+            raise reject(
+                "not-submitted",
+                "--attempt",
+                str(attempt),
+                "was not submitted with this job",
+                "Start runs with `so-tui run`.",
+            )
+        os.umask(umask_of(run.at))
+        nodes = nodes_of_job(os.environ)
+        machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
+        if again := int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+            attempt, digest = (
+                _attempt_of_restart(run, attempt, machine, again)
+                if nodes.first
+                else _told_attempt(run, attempt, again)
+            )
+            submission = read_submission(run, attempt) or submission
+        if nodes.first:
+            admission.refuse_start(run, attempt, read_state(run))
+            remember(submission.cluster, submission.partition, machine)
+        # Jobs of earlier versions have one launch for all nodes until each has written its own.
+        written = nodes.node if run.launch_path(attempt, nodes.node).exists() else 0
+        submitted = read_launch(run, attempt, digest, node=written)
+        try:
+            launch = _planned_here(submitted, machine, nodes.node)
+            made = write_launch(run, attempt, launch, nodes.node)
+        except SoTuiError as error:
+            print(error, file=sys.stderr, flush=True)
+            return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
+        if nodes.first:
+            return _supervise_run(run, attempt, submission, launch, made, nodes)
+        become_subreaper()
+        return NodeSupervisor(run, attempt, launch, made, nodes).watch()
 
 
 def _supervise_run(
@@ -277,8 +273,13 @@ def _supervise_run(
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
-            ranks = len(launch.plan.binding)
-            keep_network(submission.cluster, submission.partition, launch.machine, rate, ranks)
+            keep_network(
+                submission.cluster,
+                submission.partition,
+                launch.machine,
+                rate,
+                len(launch.plan.binding),
+            )
         if goes_on(requeue=False):
             try:
                 _make_attempt(run, launch.machine, SlurmExecutor(), assume_dead=False)

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -32,6 +33,7 @@ from so_tui.runs.directory import (
     write_run_json,
 )
 from so_tui.runs.lock import ended_state
+from so_tui.runs.reader import last_lines
 from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_spec
 from so_tui.spec import (
@@ -86,10 +88,7 @@ def read_launch(
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
     """
-
-    def read(path: Path) -> bytes:
-        return read_own(path) if own else read_bounded(path, LARGEST_FILE_BYTES)
-
+    read = read_own if own else partial(read_bounded, limit_bytes=LARGEST_FILE_BYTES)
     path = run.launch_path(attempt, node)
     content = own_launch(run, attempt, node, digest) if own else read(path)
     try:
@@ -113,38 +112,86 @@ def read_launch(
     return decode_json(msgspec.json.encode(record | parts), Launch)
 
 
-# What starts supervisors, and what it knows of their jobs.
+# What starts supervisors, and what it knows of their jobs, in Slurm's words.
 
 
-class JobPhase(StrEnum):
-    """Where a job is, as its scheduler knows."""
+OUTPUT = "slurm.%j.log"
+"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in
+it.
+"""
+FORGOTTEN = "FORGOTTEN"
+"""The state of a job of which Slurm knows nothing any more."""
+JobPhase = Literal["queued", "running", "completing", "ended", "unknown"]
+_ENDS: dict[str, OutcomeCode | None] = {
+    "COMPLETED": None,
+    "TIMEOUT": OutcomeCode.OUT_OF_TIME,
+    "DEADLINE": OutcomeCode.OUT_OF_TIME,
+    "NODE_FAIL": OutcomeCode.NODE_FAILED,
+    "BOOT_FAIL": OutcomeCode.NODE_FAILED,
+    "PREEMPTED": OutcomeCode.PREEMPTED,
+    "CANCELLED": OutcomeCode.JOB_CANCELLED,
+    "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
+    "FAILED": OutcomeCode.JOB_FAILED,
+    FORGOTTEN: OutcomeCode.JOB_FORGOTTEN,
+}
+_PHASES: dict[str, JobPhase] = {
+    **dict.fromkeys(
+        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), "running"
+    ),
+    **dict.fromkeys(
+        (
+            "PENDING",
+            "CONFIGURING",
+            "REQUEUED",
+            "REQUEUE_HOLD",
+            "REQUEUE_FED",
+            "SPECIAL_EXIT",
+            "RESV_DEL_HOLD",
+        ),
+        "queued",
+    ),
+    "COMPLETING": "completing",
+    **dict.fromkeys(_ENDS, "ended"),
+}
+"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still
+run.
+"""
 
-    QUEUED = "queued"
-    RUNNING = "running"
-    COMPLETING = "completing"
-    ENDED = "ended"
-    UNKNOWN = "unknown"
-    """The scheduler did not answer, or has not been asked since the job was submitted."""
 
+class Job(Struct, frozen=True, kw_only=True):
+    """A job as ``squeue`` or ``sacct`` lists it."""
 
-class JobStatus(Struct, frozen=True, kw_only=True):
-    """What a scheduler knows of the job of an attempt."""
-
-    job_id: str
-    phase: JobPhase
-    waits_for: str = ""
-    """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
-    expected_start: float | None = None
-    """When the scheduler expects to start a queued job, in seconds since the epoch. Like
-    ``waits_for``, it means something only while the job is queued.
+    id: str
+    state: str
+    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
+    reason: str = ""
+    start: float | None = None
+    """When it started, or is expected to, in seconds since the epoch. Like the reason, it means
+    something only while the job is queued.
     """
     nodes: str = ""
-    end: OutcomeCode | None = None
-    """How a job ended that the scheduler ended, or that failed by itself; None where only the run
-    directory can say.
-    """
-    output: str = ""
-    """The last lines that a job wrote which ended before its supervisor had started."""
+    folder: str = ""
+    """Its working folder."""
+
+    @property
+    def phase(self) -> JobPhase:
+        """Where it is; unknown if Slurm did not answer, or has not been asked since it was
+        submitted.
+        """
+        return _PHASES.get(self.state, "unknown")
+
+    @property
+    def end(self) -> OutcomeCode | None:
+        """How Slurm ended it, or that it failed by itself; None where only the run directory can
+        say.
+        """
+        return _ENDS.get(self.state)
+
+    @property
+    def output(self) -> str:
+        """The last lines that it wrote if it ended before its supervisor had started."""
+        path = Path(self.folder) / OUTPUT.replace("%j", self.id)
+        return last_lines(path) if self.state == "FAILED" else ""
 
 
 class Executor:
@@ -174,8 +221,8 @@ class Executor:
             OSError: It cannot be started.
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
-        program = (sys.executable, "-P", "-m", "so_tui")
-        argv = (*program, "supervise", str(run.path), "--attempt", str(attempt))
+        asked = ("supervise", str(run.path), "--attempt", str(attempt))
+        argv = (sys.executable, "-P", "-m", "so_tui", *asked)
         _LOG.info("calling %s", quoted(*argv))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with os.fdopen(os.open(supervisor_log(run, attempt), flags, 0o600), "ab") as output:
@@ -199,7 +246,7 @@ class Executor:
         """Return the batch script that a start would submit; empty if there is none."""
         return ""
 
-    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+    def status(self, run: RunDirectory, attempt: int) -> Job | None:
         """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap
         enough to be called every second.
         """
@@ -370,8 +417,12 @@ def prepare_resume(
             "train",
             f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )
-    launch = prepare(spec, machine, force=force or before.forced)
-    return replace(launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
+    return replace(
+        prepare(spec, machine, force=force or before.forced),
+        changes=dict(values),
+        start_over=start_over,
+        assume_dead=assume_dead,
+    )
 
 
 def usable_machine(machine: Machine) -> Machine:

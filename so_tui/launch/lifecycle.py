@@ -26,8 +26,7 @@ from so_tui.launch.executors import (
 )
 from so_tui.launch.launch import (
     Executor,
-    JobPhase,
-    JobStatus,
+    Job,
     another_start,
     supervisor_log,
     write_launch,
@@ -87,15 +86,14 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     if job is None:
         return state_with_truth(run, watch, recorded)
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
-    if job.phase is JobPhase.ENDED and not forgotten:
+    if job.phase == "ended" and not forgotten:
         return _ended(run, attempt, job)
     # What the scheduler said may be older than the run's state.
     if recorded.state != "queued" and (
-        job.phase is not JobPhase.QUEUED
-        or sighting(run, recorded, watch).liveness is Liveness.ALIVE
+        job.phase != "queued" or sighting(run, recorded, watch).liveness is Liveness.ALIVE
     ):
         # The heartbeat of a suspended job stands still.
-        return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
+        return recorded if job.phase == "running" else state_with_truth(run, watch, recorded)
     return replace(recorded, state="queued", detail=_queue_text(job))
 
 
@@ -105,24 +103,23 @@ def newest_attempt(run: RunDirectory, state: RunState) -> int:
     """
     if state.state != "queued":
         return state.attempt
-    newest_first = reversed(run.attempts())
-    return next((n for n in newest_first if os.path.lexists(run.submission_path(n))), 0)
+    return next((n for n in reversed(run.attempts()) if os.path.lexists(run.submission_path(n))), 0)
 
 
-def _queue_text(job: JobStatus) -> str:
+def _queue_text(job: Job) -> str:
     """Return what a job waits for, in words."""
-    number = f"job {job.job_id}"
+    number = f"job {job.id}"
     match job.phase:
-        case JobPhase.QUEUED:
-            reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
+        case "queued":
+            reason = job.reason.partition(",")[0]  # a list of nodes may follow
             why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
             start = ""
-            if job.expected_start is not None:
-                start = f", expected to start {_clock(job.expected_start)}"
+            if job.start is not None:
+                start = f", expected to start {_clock(job.start)}"
             return f"{number} waits {why}{start}"
-        case JobPhase.RUNNING | JobPhase.COMPLETING:
+        case "running" | "completing":
             return f"{number} starts on {printable_line(job.nodes)}"
-    return f"{number} was submitted" if job.job_id else "is being submitted"
+    return f"{number} was submitted" if job.id else "is being submitted"
 
 
 _WAITS = {
@@ -187,7 +184,7 @@ _EXPLAINED_S = 900.0
 """For how long after its end a run's job is asked about."""
 
 
-def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
+def _ended(run: RunDirectory, attempt: int, job: Job) -> RunState:
     """Return the final state of a run whose job has ended: its own, or one that says how the
     scheduler ended it.
     """
@@ -214,14 +211,13 @@ def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     return state
 
 
-def _with_end(state: RunState, job: JobStatus, *, unstarted: bool) -> RunState:
+def _with_end(state: RunState, job: Job, *, unstarted: bool) -> RunState:
     code = job.end or OutcomeCode.JOB_FAILED
-    cancelled = unstarted and code is OutcomeCode.JOB_CANCELLED
     outcome = Outcome(
-        state="stopped" if cancelled else "lost",
+        state="stopped" if unstarted and code is OutcomeCode.JOB_CANCELLED else "lost",
         code=code,
         detail=job.output,
-        job=job.job_id,
+        job=job.id,
         node=job.nodes,
     )
     return final_state(state, outcome, state.ended or time.time())
@@ -285,8 +281,11 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     with own_run(run) as own:
         ended_state(own, assume_dead=launch.assume_dead)
         executor = executor or executor_of(launch.spec)
-        folder = checkpoints_folder(own, launch.spec)
-        saved = 0 if launch.start_over else len(checkpoint_folders(folder))
+        saved = (
+            0
+            if launch.start_over
+            else len(checkpoint_folders(checkpoints_folder(own, launch.spec)))
+        )
         _check(launch, executor, saved=saved, runs_dir=run.path)
         for action in run_state.ACTIONS:
             run_state.clear(own, action)

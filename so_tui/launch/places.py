@@ -104,8 +104,11 @@ def keep_network(
     """
     seen = _seen_machine(cluster, partition)
     machine = seen.machine if seen is not None else machine
-    source = f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}"
-    network = measured_network(rate.bytes_per_s, local_ranks / max(1, len(machine.gpus)), source)
+    network = measured_network(
+        rate.bytes_per_s,
+        local_ranks / max(1, len(machine.gpus)),
+        f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}",
+    )
     remember(cluster, partition, replace(machine, network=network))
 
 
@@ -131,32 +134,23 @@ def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
     Raises:
         InputError: There is no site profile of this name, or it is wrong.
     """
-    partition = slurm.partition
-    if not partition:
+    if not slurm.partition:
         return here or inspect_machine()
     seen, described, profile = _known(slurm)
     if seen is not None:
-        _LOG.info(
-            "partition %s: the machine that a job saw on %s",
-            partition,
-            datetime.fromtimestamp(seen.seen).date(),
-        )
-        if seen.machine.network is not None:
-            return seen.machine
-    found = seen.machine if seen else described
-    if found is None:
-        _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
+        found = seen.machine
+        known = f"the machine that a job saw on {datetime.fromtimestamp(seen.seen).date()}"
+    elif described is not None:
+        found, known = described, f"as the profile of {profile.title} says"
+    else:
         found = here or inspect_machine()
-    elif seen is None:
-        _LOG.info("partition %s: as the profile of %s says", partition, profile.title)
-    if not profile.network_gbit_per_s:
+        known = "no job has seen its machine; this one stands for it"
+    _LOG.info("partition %s: %s", slurm.partition, known)
+    gbit_per_s = profile.network_gbit_per_s
+    if not gbit_per_s or (seen is not None and found.network is not None):
         return found
-    return replace(
-        found,
-        network=Network(
-            gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"
-        ),
-    )
+    source = f"{profile.title}: {profile.source}"
+    return replace(found, network=Network(gbit_per_s=gbit_per_s, source=source))
 
 
 def source_of(slurm: SlurmSpec) -> tuple[float | None, str]:

@@ -235,8 +235,7 @@ def run_to_end(
             records += update.records
             samples += sampled
             state = update.state
-            new = update.records or sampled
-            if state is not None and final and not new:
+            if state is not None and final and not (update.records or sampled):
                 break
             if time.monotonic() > deadline:
                 stop(run, grace_s=_GRACE_S)
@@ -370,8 +369,9 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     _, predicted = predicted_of(plan.spec, machine, found.workload)
     if not plan.host_optional_bytes or not found.held_back_steps:
         return predicted
-    held_back = plan.spec.changed("offload", speculation="off")
-    _, waiting = predicted_of(held_back, machine, found.workload)
+    _, waiting = predicted_of(
+        plan.spec.changed("offload", speculation="off"), machine, found.workload
+    )
     kept = found.steps - found.held_back_steps
 
     taken = [predicted] * kept + [waiting] * found.held_back_steps

@@ -159,17 +159,20 @@ def _environment(changes: tuple[Variable, ...]) -> Table:
 
 
 def _overrides(overridden: tuple[Override, ...]) -> Table:
-    title = "DeepSpeed settings that the engine overrides"
-    table = _table(title, "key", "given", "used", "why")
+    table = _table("DeepSpeed settings that the engine overrides", "key", "given", "used", "why")
     for override in overridden:
         table.add_row(override.key, _json(override.given), _json(override.used), override.reason)
     return table
 
 
 def _table(title: str, *headings: str) -> Table:
-    columns = (Column(heading, overflow="fold") for heading in headings)
     return Table(
-        *columns, box=None, pad_edge=False, title=title, title_justify="left", title_style="bold"
+        *(Column(heading, overflow="fold") for heading in headings),
+        box=None,
+        pad_edge=False,
+        title=title,
+        title_justify="left",
+        title_style="bold",
     )
 
 

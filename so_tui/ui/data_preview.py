@@ -5,6 +5,7 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Event
 from typing import TYPE_CHECKING
 
 from textual import work
@@ -16,7 +17,6 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import Worker
 
-from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import RunSpec, SoTuiError
 from so_tui.ui.dialogs import CLOSE, button
@@ -151,7 +151,7 @@ class DataPreviewScreen(ModalScreen[None]):
     ]
 
     def __init__(self, spec: RunSpec) -> None:
-        self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Cancel()
+        self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Event()
         self._preview: DataPreview | None = None
         super().__init__()
 
@@ -173,13 +173,13 @@ class DataPreviewScreen(ModalScreen[None]):
         self._start()
 
     def _start(self) -> None:
-        self._cancel = Cancel()
+        self._cancel = Event()
         self._show_status(faint("starting the helper process …   esc cancels"))
         self.query(Button).exclude("#leave").set(disabled=True)
         self._preview_data(self._rows, self._cancel)
 
     @work(thread=True, group="data", name="preview the data", exit_on_error=False)
-    def _preview_data(self, rows: int, cancel: Cancel) -> None:
+    def _preview_data(self, rows: int, cancel: Event) -> None:
         from so_tui.launch.helper_jobs import Progress, preview_data
 
         try:
@@ -258,7 +258,7 @@ class DataPreviewScreen(ModalScreen[None]):
     # Commands.
 
     def on_unmount(self) -> None:
-        self._cancel()
+        self._cancel.set()
 
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:

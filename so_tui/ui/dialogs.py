@@ -430,7 +430,7 @@ class JobQuestion(LaunchQuestion):
         if saved != generated:
             return kept(saved, self.launch.spec.name, self.draft)
         if self.draft:
-            self.draft.discard()
+            self.draft.path.unlink(missing_ok=True)
         return None
 
 

@@ -120,7 +120,7 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
         app.post_message(NotLaunched(title, tuple(lines), error, offer=offer))
     else:
         if draft is not None:
-            draft.discard()
+            draft.path.unlink(missing_ok=True)
         app.post_message(Launched(run))
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from msgspec.structs import replace
 from so_tui import __version__
 from so_tui.doctor import findings
 from so_tui.folders import probes_dir
-from so_tui.launch.helper import Cancel, stream_tool
+from so_tui.launch.helper import stream_tool
 from so_tui.launch.helper_jobs import measure_alone, measure_rates
 from so_tui.launch.launch import launch_of, usable_machine
 from so_tui.launch.probe import (
@@ -72,13 +73,13 @@ class _CpuAdam:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "compile")
-        self._cancel = Cancel()
+        self._cancel = Event()
 
     def __enter__(self) -> _CpuAdam:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._cancel()
+        self._cancel.set()
         self._thread.shutdown()
 
     @cached_property

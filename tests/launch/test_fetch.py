@@ -123,10 +123,10 @@ def test_preset_from_a_model_of_the_hub(hub: Hub) -> None:
     config = json.dumps({"model_type": "llama", "num_attention_heads": 4} | shape).encode()
     hub.add("models", "owner/open", {"model.safetensors": b"w", "config.json": config})
     hub.add("models", "owner/bare", {"model.safetensors": b"w"})
-    described = describe_model("owner/open")
-    assert (described.spec.model.id, described.spec.name) == ("owner/open", "open")
-    assert described.spec.model.parameter_count > 0
-    assert described.notes == ()
+    spec, notes = describe_model("owner/open")
+    assert (spec.model.id, spec.name) == ("owner/open", "open")
+    assert spec.model.parameter_count > 0
+    assert notes == ()
     hub.add("models", "owner/gated", {"config.json": config}, gated=True)
     refusals = {
         "owner/bare": "model-config-missing",

@@ -118,23 +118,23 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
 
 
 def test_a_preset_does_not_pack_what_cannot_be_packed(tmp_path: Path) -> None:
-    made = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
-    assert not made.spec.data.packing
-    assert "chunked_attention" in made.notes[0]
+    made, notes = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
+    assert not made.data.packing
+    assert "chunked_attention" in notes[0]
 
 
 def test_preset_is_made_saved_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the real helper process."""
     monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", call_tool)
     model = folder(tmp_path, "Some_Model-7B", max_position_embeddings=512, **LLAMA)
-    made = describe_model(str(model), changes={"train.micro_batch": "2"})
-    assert create_preset(made.spec) == user_folder() / "some_model-7b.toml"
+    made, notes = describe_model(str(model), changes={"train.micro_batch": "2"})
+    assert create_preset(made) == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
-    assert spec == made.spec
+    assert spec == made
     assert (spec.title, spec.gpus) == ("Some Model 7B", 1)
     assert (spec.data.sequence_length, spec.train.micro_batch) == (512, 2)
     assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
-    weights, tokenizer = made.notes
+    weights, tokenizer = notes
     assert "has no weights" in weights
     assert "no tokenizer" in tokenizer
     assert make_plan(spec, superchips(1)).fits
@@ -143,7 +143,7 @@ def test_preset_is_made_saved_and_planned(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_the_model_lacks_can_be_chosen_but_not_its_shape(tmp_path: Path) -> None:
     model = str(folder(tmp_path, "one", **LLAMA))
     settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
-    assert describe_model(model, changes=settled).notes == ()
+    assert describe_model(model, changes=settled)[1] == ()
     shape = {"model.config.vocab_size": "2048"}
     assert "is read from the model" in str(refusal(lambda: describe_model(model, changes=shape)))
 
@@ -158,11 +158,11 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     model = str(folder(tmp_path, "one", **LLAMA))
-    made = describe_model(model)
-    first = create_preset(made.spec).read_text()
+    made, _ = describe_model(model)
+    first = create_preset(made).read_text()
     with rejected("name-taken"):
-        create_preset(made.spec)
-    assert create_preset(replace(made.spec, name="two")).name == "two.toml"
+        create_preset(made)
+    assert create_preset(replace(made, name="two")).name == "two.toml"
     assert (user_folder() / "one.toml").read_text() == first
     (user_folder() / "broken.toml").write_text("name = [")
     for name in ("one", "tiny", "broken"):

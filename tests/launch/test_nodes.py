@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder, argv
+from so_tui.launch.command import argv
 from so_tui.launch.in_job import _planned_here
 from so_tui.launch.supervisor import host
 from so_tui.launch.supervisor import node as nodes
@@ -45,10 +45,10 @@ def test_deepspeed_gets_the_gpus_of_each_node() -> None:
     plan = replace(plan, binding=tuple(replace(r, gpu=2 * r.rank + 1) for r in plan.binding))
     assert host.hostfile(SECOND, plan) == "node0 slots=2\nnode1 slots=4\n"
     values = host.node_values(SECOND, plan, "/run/hostfile")
-    assert values[Placeholder.DEVICES] == "node0:0,1@node1:1,3"
+    assert values["{DEVICES}"] == "node0:0,1@node1:1,3"
     given = argv(plan)
     for option in ("--node_rank", "--node"):
-        assert given[given.index(option) + 1] == Placeholder.NODE
+        assert given[given.index(option) + 1] == "{NODE}"
     assert values.keys() <= {*given}
     assert "--no_ssh" not in argv(plan_of(spec_of(), cpus=CORES, gpus=True))
 

@@ -56,7 +56,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Supervisor:
-    return Supervisor(run, 1, found or read_state(run), RunLock(run), digest=digest_of(run))
+    digest = digest_of(run)
+    launch = read_launch(run, 1, digest)
+    return Supervisor(run, 1, found or read_state(run), launch, digest, RunLock(run), host.ALONE)
 
 
 def digest_of(run: RunDirectory) -> str:

@@ -171,7 +171,7 @@ def test_adding_a_model_asks_first(model: ModelSpec, trace: Path) -> None:
     assert problem.code == "code-not-trusted"
     assert not trace.exists()
     allow(code_of(model.id))
-    assert describe_model(model.id, name="own", trust_remote_code=True).spec.name == "own"
+    assert describe_model(model.id, name="own", trust_remote_code=True)[0].name == "own"
     assert trace.exists()
 
 
@@ -322,7 +322,7 @@ def test_a_branch_that_moves_runs_no_other_code(
         add = partial(describe_model, "owner/model", trust_remote_code=True)
         assert refusal(add).value == "owner/model"
         assert not trace.exists()
-        assert add(revision="v1").spec.model.trust_remote_code
+        assert add(revision="v1")[0].model.trust_remote_code
         assert trace.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.executors import executor_of_attempt
-from so_tui.launch.launch import JobPhase, prepare, read_launch
+from so_tui.launch.launch import prepare, read_launch
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.places import _seen_machine
 from so_tui.launch.slurm.client import SlurmError
@@ -52,7 +52,7 @@ async def test_a_screen_shows_why_a_run_waits_and_cancels_it(busy: Cluster, tmp_
     state = wait_for(run, lambda state: "waits" in state.detail)
     job = executor_of_attempt(run, 1).status(run, 1)
     assert job is not None
-    assert (state.state, job.phase, job.waits_for) == ("queued", JobPhase.QUEUED, "Resources")
+    assert (state.state, job.phase, job.reason) == ("queued", "queued", "Resources")
     async with opened(tmp_path, open_run=run) as ui:
         await ui.until(lambda: "free nodes" in ui.text())
         await ui.press("s")
@@ -62,7 +62,7 @@ async def test_a_screen_shows_why_a_run_waits_and_cancels_it(busy: Cluster, tmp_
         await ui.state_shown("stopped")
         await ui.press("2")
         await ui.until(lambda: "main, strict" in ui.text())
-    assert job.job_id not in busy.jobs()
+    assert job.id not in busy.jobs()
 
 
 def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> None:

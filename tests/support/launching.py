@@ -11,7 +11,6 @@ from typing import TypeVar
 import msgspec
 
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
@@ -44,11 +43,11 @@ def start(
     digest = write_launch(run, attempt, launch)
     here = launch.resolved(
         {
-            Placeholder.RUN: str(run.path),
-            Placeholder.RUN_ID: "",
-            Placeholder.LAUNCH: digest,
-            Placeholder.ATTEMPT: str(attempt),
-            Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+            "{RUN}": str(run.path),
+            "{RUN_ID}": "",
+            "{LAUNCH}": digest,
+            "{ATTEMPT}": str(attempt),
+            "{RENDEZVOUS}": init_method(make_rendezvous(lock_folder(), run.path, attempt)),
         }
     )
     env = command.apply(here.environment, os.environ) | dict(extra or {})

@@ -85,8 +85,8 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         await ui.until(lambda: ui.text().count("> Again.") == 2)
         await ui.press("escape")
         await ui.until(lambda: ui.text().count("stopped") == 2, SLOW_S)
-        process = screen._end._process
-        assert process is not None
+        assert screen._process is not None
+        process = screen._process._process
         await ui.press("escape")
         await ui.until(lambda: process.poll() is not None)
         assert ui.screen is not screen
@@ -122,8 +122,8 @@ async def test_a_model_that_does_not_stop_is_left(
         await ui.type_text("Well?")
         await ui.press("enter")
         await ui.until(lambda: screen.writing)
-        process = screen._end._process
-        assert process is not None
+        assert screen._process is not None
+        process = screen._process._process
         await ui.press("escape")
         assert ui.screen is screen, "the first esc stops"
         await ui.press("escape")

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 from textual.widgets import Button, Static
 
-from so_tui.launch import helper_jobs
-from so_tui.launch.helper import Cancel
+from so_tui.launch import helper, helper_jobs
 from so_tui.launch.helper_jobs import DataPreview
 from so_tui.spec import RunSpec
 from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
@@ -32,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replay an answer about the data of ``tiny``; the numbers of rows that were asked for."""
     rows_asked: list[int] = []
 
-    def replay(_: RunSpec, rows: int, __: Cancel) -> Iterator[DataPreview]:
+    def replay(_: RunSpec, rows: int, __: object) -> Iterator[DataPreview]:
         rows_asked.append(rows)
         samples = pictured.DATA.samples
         yield replace(pictured.DATA, samples=samples * (rows // len(samples)))
@@ -73,10 +72,8 @@ async def test_the_helper_ends_on_leaving_and_names_errors(runs_dir: Path, tmp_p
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
     async with opened(runs_dir) as ui:
         screen = await look(ui)
-        await ui.until(lambda: screen._cancel is not None and screen._cancel._process)
-        assert screen._cancel is not None
-        process = screen._cancel._process
-        assert process is not None
+        await ui.until(lambda: len(helper._RUNNING) == 1)
+        (process,) = (running._process for running in helper._RUNNING)
         await ui.press("escape")
         await ui.until(lambda: process.poll() is not None, SLOW_S / 2)
         assert not list((tmp_path / "cache").rglob("*.partial-*"))

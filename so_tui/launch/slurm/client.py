@@ -16,13 +16,13 @@ from datetime import datetime
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import Environment, cache_home
+from so_tui.launch.launch import Job
 from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
@@ -30,24 +30,7 @@ from so_tui.trust.decoding import readable_json
 from so_tui.trust.folders import private_folder, umask_of
 from so_tui.trust.text import brief_line, brief_message, quoted
 
-# A job as Slurm's commands list it.
-
-
 _NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
-
-
-class Job(Struct, frozen=True, kw_only=True):
-    """A job as ``squeue`` or ``sacct`` lists it."""
-
-    id: str
-    state: str
-    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
-    reason: str = ""
-    start: float | None = None
-    """When it started, or is expected to, in seconds since the epoch."""
-    nodes: str = ""
-    folder: str = ""
-    """Its working folder."""
 
 
 def _word(text: str) -> str:
@@ -98,8 +81,9 @@ def submit(script: str, folder: str, environment: Environment) -> str:
     Raises:
         SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.
     """
-    command = ("sbatch", "--parsable", f"--chdir={folder}")
-    printed = _call(command, environment, script, umask_of(Path(folder)))
+    printed = _call(
+        ("sbatch", "--parsable", f"--chdir={folder}"), environment, script, umask_of(Path(folder))
+    )
     last = printed.strip().rpartition("\n")[2]  # sites print greetings before it
     if (found := _SUBMITTED.fullmatch(last)) is None:
         raise SlurmError(f"sbatch did not say which job it made: {brief_line(last)}")
@@ -108,8 +92,8 @@ def submit(script: str, folder: str, environment: Environment) -> str:
 
 def own_jobs() -> tuple[Job, ...]:
     """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
-    asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
-    return _parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
+    user, form = f"--user={os.geteuid()}", f"--format={_QUEUE}"
+    return _parse_queue(_call(("squeue", user, "--states=all", "--noheader", form)))
 
 
 def accounted(job_id: str) -> Job | None:
@@ -125,9 +109,7 @@ def accounted(job_id: str) -> Job | None:
                 f"--format={_ACCOUNTING}",
             )
         )
-    except (
-        SlurmError
-    ):  # most sites have it; without it the queue's own memory of some minutes must do
+    except SlurmError:  # most sites have it; elsewhere the queue's memory of some minutes must do
         return None
     return next((job for job in _parse_queue(printed) if job.id == job_id), None)
 
@@ -150,15 +132,8 @@ def requeue(job_id: str) -> None:
 _AGAIN_S = 60.0
 
 
-class _Silence(NamedTuple):
-    """Why Slurm did not name the cluster, and until when (monotonic) it is not asked again."""
-
-    until: float
-    error: SlurmError
-
-
-_silence: list[_Silence] = []
-"""The newest one; empty before."""
+_silence: list[tuple[float, SlurmError]] = []
+"""Until when (monotonic) Slurm is not asked again, and why it did not name the cluster."""
 
 
 @cache
@@ -169,16 +144,18 @@ def cluster_name() -> str:
     Raises:
         SlurmError: Slurm does not say; it is asked at most once a minute.
     """
-    if _silence and time.monotonic() < _silence[0].until:
-        raise _silence[0].error
+    for until, error in _silence:
+        if time.monotonic() < until:
+            raise error
     try:
-        config = _call(("scontrol", "show", "config"))
-        found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+        found = re.search(
+            r"^ClusterName\s*=(.*)$", _call(("scontrol", "show", "config")), re.MULTILINE
+        )
         if found and (name := found[1].strip()):
             return name
         raise SlurmError("Slurm does not say which cluster this is")
     except SlurmError as error:
-        _silence[:] = [_Silence(time.monotonic() + _AGAIN_S, error)]
+        _silence[:] = [(time.monotonic() + _AGAIN_S, error)]
         raise
 
 
@@ -267,7 +244,6 @@ time limit, nodes that are allocated/idle/other/in all, generic resources, featu
 """
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d{1,4})")
 _COUNTS = re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
-_NONE = frozenset(("(null)", "N/A", ""))
 
 
 class Partition(Struct, frozen=True, kw_only=True):
@@ -311,11 +287,11 @@ def _parsed(row: list[str]) -> Partition | None:
         name=name.rstrip("*"),
         default=name.endswith("*"),
         open=state == "up",
-        time_limit="" if limit in ("infinite", *_NONE) else limit,
+        time_limit="" if limit == "infinite" else _word(limit),
         nodes=int(counts[4]),
         idle=int(counts[2]),
         gpus=sum(map(int, _GPUS.findall(resources))),
-        features=() if features in _NONE else tuple(features.split(",")),
+        features=tuple(features.split(",")) if _word(features) else (),
     )
 
 
@@ -390,8 +366,11 @@ def _is_due(path: Path, interval_s: float) -> bool:
 
 def _found(path: Path) -> _Queue | None:
     """Return the newest answer that this process or another one got."""
-    read = readable_json(path, _Queue, own=True)
-    answers = [answer for answer in (_answers.get(path), read) if answer is not None]
+    answers = [
+        answer
+        for answer in (_answers.get(path), readable_json(path, _Queue, own=True))
+        if answer is not None
+    ]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
 
 

@@ -19,11 +19,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from so_tui.folders import Environment, cache_home
-from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
+from so_tui.launch.launch import FORGOTTEN, Executor, Job, another_start, read_launch
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
+from so_tui.launch.slurm.client import SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
-    OUTPUT,
     batch_script,
     load_site,
     site_name,
@@ -38,8 +37,6 @@ from so_tui.runs.directory import (
 )
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.reader import last_lines
-from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
@@ -125,9 +122,8 @@ def _not_cached(spec: RunSpec, environment: Environment, where: str) -> Iterator
 def _absent(cache: _HubCache, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
     """Yield field and name of what is on the hub and not in the cache, and what is missing."""
     model = spec.model
-    pretrained = model.weights == "pretrained"
     for field, name, weights, tokenizer in (
-        ("model.id", model.id, pretrained, not model.tokenizer),
+        ("model.id", model.id, model.weights == "pretrained", not model.tokenizer),
         ("model.tokenizer", model.tokenizer, False, bool(model.tokenizer)),
     ):
         if (weights or tokenizer) and _on_hub(name):
@@ -169,39 +165,6 @@ def _missing(
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it
 or never had it. Clocks differ.
-"""
-_ENDS: dict[str, OutcomeCode | None] = {
-    "COMPLETED": None,
-    "TIMEOUT": OutcomeCode.OUT_OF_TIME,
-    "DEADLINE": OutcomeCode.OUT_OF_TIME,
-    "NODE_FAIL": OutcomeCode.NODE_FAILED,
-    "BOOT_FAIL": OutcomeCode.NODE_FAILED,
-    "PREEMPTED": OutcomeCode.PREEMPTED,
-    "CANCELLED": OutcomeCode.JOB_CANCELLED,
-    "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
-    "FAILED": OutcomeCode.JOB_FAILED,
-}
-_PHASES = {
-    **dict.fromkeys(
-        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), JobPhase.RUNNING
-    ),
-    **dict.fromkeys(
-        (
-            "PENDING",
-            "CONFIGURING",
-            "REQUEUED",
-            "REQUEUE_HOLD",
-            "REQUEUE_FED",
-            "SPECIAL_EXIT",
-            "RESV_DEL_HOLD",
-        ),
-        JobPhase.QUEUED,
-    ),
-    "COMPLETING": JobPhase.COMPLETING,
-    **dict.fromkeys(_ENDS, JobPhase.ENDED),
-}
-"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still
-run.
 """
 
 
@@ -273,8 +236,9 @@ class SlurmExecutor(Executor):
             queued = queued_state(before)
             write_state(run, queued)
         try:
-            folder = run.named(run.attempt_dir(attempt))
-            job_id = self._job_id or client.submit(script, str(folder), os.environ)
+            job_id = self._job_id or client.submit(
+                script, str(run.named(run.attempt_dir(attempt))), os.environ
+            )
         except BaseException as error:
             if (
                 read_state(run) == queued
@@ -313,39 +277,36 @@ class SlurmExecutor(Executor):
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        site = load_site(site_name(launch.spec.slurm.site))
-        return batch_script(launch.plan, site, Path("RUN"), 1)
+        return batch_script(
+            launch.plan, load_site(site_name(launch.spec.slurm.site)), Path("RUN"), 1
+        )
 
-    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+    def status(self, run: RunDirectory, attempt: int) -> Job | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
         profile's interval.
         """
         submission = read_submission(run, attempt)
         if submission is None:
             return None
-        unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        unknown = Job(id=submission.job_id, state="")
         here = submission.cluster == client.cluster_here()
         answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
-            status = _status(job)
             # It may have ended since.
-            return unknown if answer.error and status.phase is JobPhase.RUNNING else status
+            return unknown if answer.error and job.phase == "running" else job
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
             or any(job.id == submission.job_id for job in answer.jobs)
         ):
             return unknown
-        recorded = (
-            _accounted(submission.job_id, int(time.monotonic() // 60))
-            if submission.job_id
-            else None
-        )
-        if (job := _job_of(run, attempt, submission, filter(None, [recorded]))) is not None:
-            return _status(job)
-        return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
+        recorded = None
+        if submission.job_id:
+            recorded = _accounted(submission.job_id, int(time.monotonic() // 60))
+        job = _job_of(run, attempt, submission, filter(None, [recorded]))
+        return job or replace(unknown, state=FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> None:
         """Cancel the attempt's job; see ``Executor.cancel``."""
@@ -359,20 +320,6 @@ class SlurmExecutor(Executor):
             )
         if job := _job_of(run, attempt, submission, client.own_jobs()):
             client.cancel(job.id)
-
-
-def _status(job: Job) -> JobStatus:
-    return JobStatus(
-        job_id=job.id,
-        phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
-        waits_for=job.reason,
-        expected_start=job.start,
-        nodes=job.nodes,
-        end=_ENDS.get(job.state),
-        output=last_lines(Path(job.folder) / OUTPUT.replace("%j", job.id))
-        if job.state == "FAILED"
-        else "",
-    )
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:

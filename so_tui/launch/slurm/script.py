@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from so_tui.folders import state_home, user_folder
+from so_tui.launch.launch import OUTPUT
 from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
@@ -49,9 +50,6 @@ from so_tui.units import duration
 # one is kept until it is submitted.
 
 
-_DEFAULT_EDITOR = "vi"
-
-
 def edited(text: str) -> str:
     """Return a text as the user saves it in ``$VISUAL``, ``$EDITOR``, or vi. Only the main thread
     may call this.
@@ -59,7 +57,7 @@ def edited(text: str) -> str:
     Raises:
         SoTuiError: The editor cannot be started, fails, or leaves nothing.
     """
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or _DEFAULT_EDITOR
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory(prefix="so-tui-") as folder:
         path = Path(folder) / "job.sh"
         path.write_text(text, encoding="utf-8")
@@ -68,19 +66,18 @@ def edited(text: str) -> str:
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
-        except (OSError, ValueError) as error:
-            raise SoTuiError(
-                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
-            ) from error
-        finally:
-            signal.signal(signal.SIGINT, before)
-        try:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
             raise SoTuiError(
                 f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to "
                 "UTF-8"
             ) from error
+        except (OSError, ValueError) as error:
+            raise SoTuiError(
+                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
+            ) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
     if code != 0 or not saved.strip():
         why = f"ended with code {code}" if code else "left an empty file"
         raise SoTuiError(f"the editor `{editor}` {why}, so the script was not changed")
@@ -92,10 +89,6 @@ class Draft(Struct, frozen=True):
 
     script: str
     path: Path
-
-    def discard(self) -> None:
-        """Remove the file: the script has been submitted."""
-        self.path.unlink(missing_ok=True)
 
 
 def kept(script: str, name: str, before: Draft | None = None) -> Draft:
@@ -267,14 +260,12 @@ def load_site(name: str) -> Site:
     try:
         content = read_own(path) if path == own else read_bounded(path, LARGEST_FILE_BYTES)
         return msgspec.convert(decode_toml(content), Site)
-    except NotOwnError as error:
-        raise _invalid(
-            path,
-            f"its lines would be executed: {error}",
-            "Make it your own file, which others cannot write.",
-        ) from error
     except _UNREADABLE as error:
-        raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
+        message, remedy = str(error), "docs/cluster.md lists its keys."
+        if isinstance(error, NotOwnError):
+            message = f"its lines would be executed: {error}"
+            remedy = "Make it your own file, which others cannot write."
+        raise reject("invalid-site", "slurm.site", name, message, remedy, file=str(path)) from error
 
 
 def wrong_sites() -> tuple[Problem, ...]:
@@ -310,14 +301,6 @@ def _clusters_of(name: str) -> tuple[Any, ...]:
     return ()
 
 
-def _invalid(path: Path, message: str, remedy: str) -> InputError:
-    return reject("invalid-site", "slurm.site", path.stem, message, remedy, file=str(path))
-
-
-OUTPUT = "slurm.%j.log"
-"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in
-it.
-"""
 CONTINUE_SIGNAL = "USR1"
 _DISK_BYTES_PER_S = 1e9
 """Rate at which a shared file system takes a checkpoint, until one has been measured."""
@@ -395,7 +378,7 @@ def batch_script(
                 for name, value in sorted(_environment(spec, site).items())
             ),
             *site.setup,
-            *_architecture_check(site.architecture, site.interpreter),
+            *([_architecture_check(site)] if site.architecture else ()),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
             f"so_tui_run={shlex.quote(str(run))}",
             *([f"export {LAUNCH_VARIABLE}={digest}"] if digest else ()),
@@ -405,17 +388,14 @@ def batch_script(
     )
 
 
-def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
-    """Yield the line that ends a job whose node could not execute its interpreter, which the shell
+def _architecture_check(site: Site) -> str:
+    """Return the line that ends a job whose node could not execute its interpreter, which the shell
     would only call a wrong format.
     """
-    if architecture:
-        message = f"so-tui: {interpreter} is built for {architecture}, and this node is "
-        fails = (
-            f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit '
-            "69"
-        )
-        yield f'[ "$(uname -m)" = {architecture} ] || {{ {fails}; }}'
+    built_for = site.architecture
+    message = shlex.quote(f"so-tui: {site.interpreter} is built for {built_for}, and this node is ")
+    says = f'echo {message}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2'
+    return f'[ "$(uname -m)" = {built_for} ] || {{ {says}; exit 69; }}'
 
 
 def for_run(script: str, generated: str) -> str:
@@ -436,8 +416,9 @@ def for_run(script: str, generated: str) -> str:
             "has no line `so_tui_run=...`, which names the run directory",
             "Keep it, and what uses it, as --edit shows them.",
         )
-    moved = _RUN.sub(lambda _: named[0], script, count=1)
-    return moved.replace(_name_option(other), _name_option(named), 1)
+    return _RUN.sub(lambda _: named[0], script, count=1).replace(
+        _name_option(other), _name_option(named), 1
+    )
 
 
 def _name_option(run_line: re.Match[str]) -> str:
@@ -501,8 +482,13 @@ def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[
     for option in spec.slurm.options:
         name = option.partition("=")[0]
         if name in site.refused_options:
-            message = f"{site.title} refuses {name}"
-            yield Problem("option-refused", "slurm.options", option, message, "Leave it out.")
+            yield Problem(
+                "option-refused",
+                "slurm.options",
+                option,
+                f"{site.title} refuses {name}",
+                "Leave it out.",
+            )
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
             yield Problem(
                 "option-reserved",
@@ -524,30 +510,32 @@ def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[
 
 
 def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
-    slurm = spec.slurm
+    slurm, share = spec.slurm, max(1, gpus)
     given = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": _time_limit_of(spec, site),
-        "constraint": f'"{slurm.constraint}"' if slurm.constraint else "",
+        "constraint": slurm.constraint and f'"{slurm.constraint}"',
         "nodes": spec.nodes,
+        "ntasks-per-node": 1,
     }
-    yield from (f"--{name}={value}" for name, value in given.items() if value)
-    yield "--ntasks-per-node=1"
-    if gpus and site.gpu_option:
-        yield site.gpu_option.replace("{gpus}", str(gpus))
-    if site.node_option:
-        yield site.node_option
-    share = max(1, gpus)
-    if site.cores_per_gpu:
-        yield f"--cpus-per-task={share * site.cores_per_gpu}"
-    if site.memory_per_gpu_gib:
-        yield f"--mem={share * site.memory_per_gpu_gib}G"
-    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and
-    # srun does not see it.
-    yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
-    yield "--requeue" if site.requeue and slurm.continues else "--no-requeue"
-    yield f"--output={OUTPUT}"
-    yield "--open-mode=append"
-    yield from (*site.options, *slurm.options)
+    shared = {
+        "cpus-per-task": share * site.cores_per_gpu,
+        "mem": site.memory_per_gpu_gib and f"{share * site.memory_per_gpu_gib}G",
+        # To the processes of the step, not to this script: the supervisor and the ranks handle it,
+        # and srun does not see it.
+        "signal": f"{CONTINUE_SIGNAL}@{warning_s}",
+    }
+    options = (
+        *(f"--{name}={value}" for name, value in given.items() if value),
+        site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
+        site.node_option,
+        *(f"--{name}={value}" for name, value in shared.items() if value),
+        "--requeue" if site.requeue and slurm.continues else "--no-requeue",
+        f"--output={OUTPUT}",
+        "--open-mode=append",
+        *site.options,
+        *slurm.options,
+    )
+    return filter(None, options)

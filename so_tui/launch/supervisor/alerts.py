@@ -47,35 +47,29 @@ def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
     """Return what happened to a run, in one sentence; empty for an unknown kind. It begins with a
     word, never with a dash.
     """
-    name, step = run_name_text(run_name), thousands(max(0, alert.step))
-    match known(alert):
-        case "ended":
-            return (
-                f"so-tui: {name} {'was stopped' if state.state == 'stopped' else 'has finished'} "
-                f"at step {step}"
-            )
-        case "failed":
-            return (
-                f"so-tui: {name} {'is lost' if state.state == 'lost' else 'has failed'} at step "
-                f"{step}"
-            )
-        case "not-finite":
-            return f"so-tui: the loss or a gradient of {name} is not finite at step {step}"
-        case "stall":
-            return (
-                f"so-tui: {name} has taken no step for {duration(bounded(alert.value))}, since "
-                f"step {step}"
-            )
-        case "loss":
-            return (
-                f"so-tui: the loss of {name} is {alert.value or 0.0:.4g} at step {step}, above "
-                f"{alert.bound or 0.0:.4g}"
-            )
-        case "disk":
-            left = int(bounded(alert.value))
-            return f"so-tui: {disk_size(left) if left else 'no'} disk space is left for {name}"
-        case None:
-            return ""
+    left = int(bounded(alert.value))
+    words = _WORDS.get(alert.kind, "")
+    return words and "so-tui: " + words.format(
+        name=run_name_text(run_name),
+        step=thousands(max(0, alert.step)),
+        ended="was stopped" if state.state == "stopped" else "has finished",
+        failed="is lost" if state.state == "lost" else "has failed",
+        waited=duration(bounded(alert.value)),
+        loss=alert.value or 0.0,
+        bound=alert.bound or 0.0,
+        left=disk_size(left) if left else "no",
+    )
+
+
+_WORDS = {
+    "ended": "{name} {ended} at step {step}",
+    "failed": "{name} {failed} at step {step}",
+    "not-finite": "the loss or a gradient of {name} is not finite at step {step}",
+    "stall": "{name} has taken no step for {waited}, since step {step}",
+    "loss": "the loss of {name} is {loss:.4g} at step {step}, above {bound:.4g}",
+    "disk": "{left} disk space is left for {name}",
+}
+"""By the kinds of alerts."""
 
 
 def run_name_text(name: str) -> str:
@@ -124,15 +118,20 @@ class _AlertWatch:
         """Return the alerts of new records and of the time since the last step."""
         found: list[Alert] = []
         for record in records:
-            if isinstance(record, PhaseRecord) and record.attempt == self._attempt:
+            if record.attempt != self._attempt:
+                continue
+            if isinstance(record, PhaseRecord):
                 self._trains = record.phase == "training"
-            elif isinstance(record, StepRecord) and record.attempt == self._attempt:
+            elif isinstance(record, StepRecord):
                 # The record of its phase may have met a full disk.
                 self._trains = True
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
-                alerts = self._of_step(record, settings)
-                found += [alert for alert in alerts if alert.step > self._told_step]
+                found += [
+                    alert
+                    for alert in self._of_step(record, settings)
+                    if alert.step > self._told_step
+                ]
         if not self._trains:
             self._last_step_at = now
         waited_s = now - self._last_step_at
@@ -149,8 +148,9 @@ class _AlertWatch:
         least = 0.0 if full else float(min(free_bytes.values(), default=math.inf))
         if not full and least > _ENOUGH * bound:
             self._raised.discard("disk")
-        low = full or least < bound
-        return self._noticed("disk", state.step, settings, low, value=least, bound=bound)
+        return self._noticed(
+            "disk", state.step, settings, full or least < bound, value=least, bound=bound
+        )
 
     def end(self, state: RunState, settings: AlertSettings) -> Alerts:
         """Return the alert of the end that a final state records."""
@@ -249,8 +249,7 @@ class Announcer:
 
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
         """Write figures for Prometheus, if the settings name a folder."""
-        folder = self._settings().prometheus.folder
-        self._textfile.publish(folder, state, step, sample)
+        self._textfile.publish(self._settings().prometheus.folder, state, step, sample)
 
     def end(self, state: RunState) -> Alerts:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and

@@ -35,7 +35,6 @@ from so_tui.trust.decoding import read_json
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
 
-EndState = Literal["finished", "stopped", "failed", "lost"]
 Who = Literal["runner", "launcher", "rank"]
 
 
@@ -75,7 +74,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """How the attempt ended and why. ``outcome_text`` puts it into words."""
 
-    state: EndState = "failed"
+    state: Literal["finished", "stopped", "failed", "lost"] = "failed"
     code: str
     """An ``OutcomeCode``, or the trainer's own code."""
     who: Who | None = None
@@ -219,8 +218,7 @@ _LOGGED: tuple[tuple[OutcomeCode, str], ...] = (
 
 
 def _search(pattern: str, log: Sequence[str]) -> re.Match[str] | None:
-    compiled = re.compile(pattern)
-    return next((match for line in log if (match := compiled.search(line))), None)
+    return next((match for line in log if (match := re.search(pattern, line))), None)
 
 
 def _reported_rank_code(log: Sequence[str]) -> int | None:
@@ -250,8 +248,9 @@ class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 @cache
 def _wordings() -> dict[str, _Wording]:
     """Return what is said of outcomes, by code."""
-    content = Path(__file__).with_name("outcomes.toml").read_bytes()
-    return msgspec.toml.decode(content, type=dict[str, _Wording])
+    return msgspec.toml.decode(
+        Path(__file__).with_name("outcomes.toml").read_bytes(), type=dict[str, _Wording]
+    )
 
 
 class _OutcomeText(NamedTuple):
@@ -292,15 +291,11 @@ def outcome_text(
     if outcome.code in _SAVED_IN_VAIN:  # the trainer says how to go on
         again = ""
     parts = (part.rstrip(".") for part in (advice, again) if part)
-    return _OutcomeText(_reason(outcome), ". ".join(parts))
+    where = f"on node {outcome.node}: " if outcome.node and not outcome.job else ""
+    return _OutcomeText(where + _reason(outcome), ". ".join(parts))
 
 
 def _reason(outcome: Outcome) -> str:
-    where = f"on node {outcome.node}: " if outcome.node and not outcome.job else ""
-    return where + _reason_there(outcome)
-
-
-def _reason_there(outcome: Outcome) -> str:
     """Return the reason as the host says it on which it happened."""
     if outcome.reported:
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
@@ -326,8 +321,9 @@ def _reason_there(outcome: Outcome) -> str:
 def _advice(outcome: Outcome, name: str) -> str:
     if outcome.code in _LOST and outcome.signal in _CRASHES:
         return "Native code crashed. See the last lines of the log"
-    logs = so_tui_command("logs", name)
-    return _wording(outcome).advice.format(install=INSTALL_TRAINING, logs=logs)
+    return _wording(outcome).advice.format(
+        install=INSTALL_TRAINING, logs=so_tui_command("logs", name)
+    )
 
 
 def _wording(outcome: Outcome) -> _Wording:
@@ -342,8 +338,10 @@ def _who(outcome: Outcome) -> str:
 
 def not_started(error: Exception) -> Outcome:
     """Return the outcome of an attempt whose processes were not started."""
-    code = _NOT_STARTED.get(type(error), OutcomeCode.NOT_STARTED)
-    return Outcome(code=code, detail="; ".join(str(error).splitlines()))
+    return Outcome(
+        code=_NOT_STARTED.get(type(error), OutcomeCode.NOT_STARTED),
+        detail="; ".join(str(error).splitlines()),
+    )
 
 
 _NOT_STARTED = {
@@ -456,8 +454,7 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
     if latest is not None:
         state = replace(state, step=latest.step, loss=latest.loss)
     if phase is not None and phase.attempt == attempt:
-        ends = phase.stage == ENDING
-        state = replace(state, state=phase.phase, detail=phase.detail, ending=ends)
+        state = replace(state, state=phase.phase, detail=phase.detail, ending=phase.stage == ENDING)
     if events.checkpoints:
         saved = events.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)

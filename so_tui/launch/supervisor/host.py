@@ -10,17 +10,17 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import Environment
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder, log_line
+from so_tui.launch.command import log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import chosen_gpus, refuse_different_host
@@ -28,13 +28,11 @@ from so_tui.launch.supervisor.processes import (
     Loss,
     ProcessTree,
     markers,
-    reap_orphans,
 )
 from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import missing_network
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
-from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Binding, Launch, Plan
 from so_tui.runs.directory import RunDirectory, known_id, write_run_file, write_run_json
 from so_tui.runs.liveness import this_host
@@ -125,11 +123,11 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         for node in range(nodes.count)
     )
     return {
-        Placeholder.NODE: str(nodes.node),
-        Placeholder.ADDRESS: nodes.address,
-        Placeholder.PORT: str(nodes.port),
-        Placeholder.HOSTFILE: hostfile,
-        Placeholder.DEVICES: "@".join(devices),
+        "{NODE}": str(nodes.node),
+        "{ADDRESS}": nodes.address,
+        "{PORT}": str(nodes.port),
+        "{HOSTFILE}": hostfile,
+        "{DEVICES}": "@".join(devices),
     }
 
 
@@ -182,36 +180,6 @@ def init_method(meeting: Path) -> str:
     return f"file://{meeting / 'store'}"
 
 
-@contextlib.contextmanager
-def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
-    """Let processes started in this block, and their children, ignore a signal until they install a
-    handler of their own.
-
-    A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and
-    launcher, which do not handle it.
-    """
-    handler = signal.signal(signum, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signum, handler)
-
-
-T = TypeVar("T")
-
-
-def _each(act: Callable[[T], None], items: Iterable[T]) -> None:
-    """Act on every item, also after one failed. Raises OSError with what failed."""
-    failed = []
-    for item in items:
-        try:
-            act(item)
-        except OSError as error:
-            failed.append(str(error))
-    if failed:
-        raise OSError("; ".join(failed))
-
-
 TICK_S = 1.0
 LOG_LINES = 400
 _START_TICK_S = 0.2
@@ -262,8 +230,9 @@ class Host:
         self._rendezvous: Path | None = None
         self._locks: tuple[host_check.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
-        node = nodes.node if nodes.count > 1 else None
-        self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
+        self.tree = ProcessTree(
+            markers(run, attempt, nodes.node if nodes.count > 1 else None), os.getpid()
+        )
         self.first_loss: Loss | None = None
         """The first of runner, launcher and ranks that ended: the cause of what follows."""
         self.shutdown = Shutdown()
@@ -290,20 +259,19 @@ class Host:
             HostDiffersError: This is not the host that was planned for.
             OSError: The process or a file could not be made.
         """
-        gpus = chosen_gpus(self.launch)
-        self._locks = host_check.take_gpus(gpus, str(self._run.path))
+        self._locks = host_check.take_gpus(chosen_gpus(self.launch), str(self._run.path))
         refuse_different_host(self.launch, inspect_machine())
         launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
         processes |= make_code_folders(processes)
         self._write_command(launch)
-        log = os.open(
-            self._run.log_path(self._attempt, self.name),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o640,
-        )
+        path = self._run.log_path(self._attempt, self.name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        # A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and
+        # launcher, which do not handle it; ranks install a handler.
+        warned = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
-            with _ignored_by_children(signal.SIGUSR1):
+            with os.fdopen(os.open(path, flags, 0o640), "ab") as log:
                 self._runner = subprocess.Popen(
                     launch.argv,
                     env=processes,
@@ -315,13 +283,14 @@ class Host:
                     process_group=0,
                 )
         finally:
-            os.close(log)
+            signal.signal(signal.SIGUSR1, warned)
 
     def _resolved(self) -> Launch:
         """Make what the ranks need to meet, and return the launch with this host's values."""
         if self._nodes.count == 1:
-            folder = host_check.lock_folder()
-            self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
+            self._rendezvous = make_rendezvous(
+                host_check.lock_folder(), self._run.path, self._attempt
+            )
             meeting, others = init_method(self._rendezvous), {}
         else:
             listed = self._run.hostfile_path(self._attempt, self._nodes.node)
@@ -333,32 +302,28 @@ class Host:
         return self.launch.resolved(
             {
                 **others,
-                Placeholder.RUN: str(self._run.path),
-                Placeholder.RUN_ID: known_id(self._run),
-                Placeholder.LAUNCH: self._digest,
-                Placeholder.ATTEMPT: str(self._attempt),
-                Placeholder.RENDEZVOUS: meeting,
+                "{RUN}": str(self._run.path),
+                "{RUN_ID}": known_id(self._run),
+                "{LAUNCH}": self._digest,
+                "{ATTEMPT}": str(self._attempt),
+                "{RENDEZVOUS}": meeting,
             }
         )
 
     def take_over(self) -> None:
-        """Take the locks of a supervisor that died, except those that its processes still hold.
-
-        Raises:
-            OSError: One could not be taken, such as because another run has it by now. The others
-                are.
+        """Take the locks of a supervisor that died, except those that its processes still hold, or
+        that another run has taken. Living processes are watched in any case.
         """
-        folder = host_check.lock_folder()
-        self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
-
-        def take(gpu: Gpu) -> None:
-            try:
-                self._locks += host_check.take_gpus([gpu], str(self._run.path))
-            except host_check.LockTakenError as error:
-                if error.holder.run != str(self._run.path):
-                    raise
-
-        _each(take, chosen_gpus(self.launch))
+        path = self._run.path
+        with self.despite_errors_of("rendezvous"):
+            self._rendezvous = _rendezvous_path(host_check.lock_folder(), path, self._attempt)
+        for gpu in chosen_gpus(self.launch):
+            with self.despite_errors_of(f"the lock of GPU {gpu.index}"):
+                try:
+                    self._locks += host_check.take_gpus([gpu], str(path))
+                except host_check.LockTakenError as error:
+                    if error.holder.run != str(path):
+                        raise
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
@@ -400,6 +365,8 @@ class Host:
             tick: Acts after each scan; returns whether the host is still sampled.
             take: Takes note of a sample, which has yet to be written.
         """
+        with self.despite_errors_of("log"):  # another supervisor may have begun it
+            self._take_lines(self._log.tail(LOG_LINES))
         sampler = Sampler(self.launch.machine, self.tree, self._attempt)
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
@@ -424,11 +391,19 @@ class Host:
                     samples.close()
 
     def reap(self, *kept: int | None) -> None:
-        """Collect ended orphans, but not the children ``kept``, whose owners collect them. Call it
-        after a scan, which reads their exit codes.
+        """Collect ended children, which would stay zombies: a subreaper's orphans. Call it after a
+        scan, which reads their exit codes.
+
+        Args:
+            kept: Pids of children that somebody else collects. One that has ended may let others
+                wait until it is collected.
         """
-        known = (process.pid for process in self.tree.alive)
-        reap_orphans({self._runner.pid if self._runner else None, *kept, *known})
+        known = {self._runner.pid if self._runner else None, *kept}
+        known |= {process.pid for process in self.tree.alive}
+        looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):  # there are no children
+            while (ended := os.waitid(os.P_ALL, 0, looks)) and ended.si_pid not in known:
+                os.waitpid(ended.si_pid, 0)
 
     def act(self) -> None:
         """End the processes if it is time, show that the locks are in use, and keep the log
@@ -439,19 +414,15 @@ class Host:
             self.signal_all(signum)
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
-            with self.despite_errors_of("locks"):
-                held: list[RunLock | host_check.Lock] = [*self._locks]
-                held += [self._run_lock] if self._run_lock is not None else []
-                _each(lambda lock: lock.refresh(), held)  # all of them, also after one was lost
+            locks: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
+            for number, lock in enumerate(locks):
+                with self.despite_errors_of(f"lock {number}"):
+                    if lock is not None:
+                        lock.refresh()
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
                 self._trim_due = now + _LOG_TRIM_S
-
-    def read_tail(self) -> None:
-        """Read the last lines of a log that another supervisor may have begun."""
-        with self.despite_errors_of("log"):
-            self._take_lines(self._log.tail(LOG_LINES))
 
     def signal_all(self, signum: signal.Signals) -> None:
         """Send a signal to every process of the run."""
@@ -538,8 +509,9 @@ class Host:
         with self.despite_errors_of("output"):
             self._take_lines(self._log.poll())
         if lost and self.first_loss is None:
-            unprompted = self.shutdown.terminated_at is None
-            self.first_loss = Loss(lost[0], self.tree.gone[lost[0]], unprompted)
+            self.first_loss = Loss(
+                lost[0], self.tree.gone[lost[0]], self.shutdown.terminated_at is None
+            )
         if any(process.role != "rank" for process in lost):
             self.shutdown.broken = True
 

@@ -34,22 +34,31 @@ def refuse_different_host(launch: Launch, host: Machine) -> None:
         HostDiffersError: With the codes ``gpu-missing``, ``numa-node-missing``,
             ``cores-not-allowed``.
     """
-    ranks, missing = launch.plan.binding, list[Refusal]()
+    ranks = launch.plan.binding
     gpus = {(gpu.index, gpu.pci_bus_id) for gpu in chosen_gpus(launch)}
-    if gpus := gpus - {(gpu.index, gpu.pci_bus_id) for gpu in host.gpus}:
-        named = ", ".join(f"{index} ({bus_id})" for index, bus_id in sorted(gpus))
-        message = f"the plan uses GPU {named}, which {host.hostname} does not have"
-        missing.append(Refusal("gpu-missing", message))
+    gpus -= {(gpu.index, gpu.pci_bus_id) for gpu in host.gpus}
     nodes = {rank.numa_node for rank in ranks if rank.numa_node is not None}
     nodes = nodes.union(*(rank.memory_policy.nodes for rank in ranks))
-    if nodes := nodes - {node.id for node in host.numa_nodes}:
-        named = cpu_ranges(nodes)
-        message = f"the plan uses NUMA node {named}, which {host.hostname} does not have"
-        missing.append(Refusal("numa-node-missing", message))
-    if cores := {cpu for rank in ranks for cpu in rank.cpus} - set(host.allowed_cpus):
-        named = cpu_ranges(cores)
-        message = f"the plan uses cores {named}, which may not be used on {host.hostname}"
-        missing.append(Refusal("cores-not-allowed", message))
+    nodes -= {node.id for node in host.numa_nodes}
+    cores = {cpu for rank in ranks for cpu in rank.cpus} - set(host.allowed_cpus)
+    named = ", ".join(f"{index} ({bus_id})" for index, bus_id in sorted(gpus))
+    without = f"which {host.hostname} does not have"
+    used = (
+        (gpus, Refusal("gpu-missing", f"the plan uses GPU {named}, {without}")),
+        (
+            nodes,
+            Refusal("numa-node-missing", f"the plan uses NUMA node {cpu_ranges(nodes)}, {without}"),
+        ),
+        (
+            cores,
+            Refusal(
+                "cores-not-allowed",
+                f"the plan uses cores {cpu_ranges(cores)}, which may not be used on "
+                f"{host.hostname}",
+            ),
+        ),
+    )
+    missing = [refusal for lacking, refusal in used if lacking]
     if missing:
         raise HostDiffersError(missing)
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,8 +25,7 @@ from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, SoTuiError
-from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import read_own
+from so_tui.trust.decoding import readable_json
 
 # What the supervisors of a run's nodes tell each other, in files of which each has one writer.
 #
@@ -85,16 +83,10 @@ class OtherNodes:
         """
 
     def poll(self) -> None:
-        """Read the states. Raises OSError."""
+        """Read the states. One that cannot be read is silence."""
         for node, (before, _) in self._seen.items():
-            try:
-                state = decode_json(read_own(self._run.node_path(self._attempt, node)), NodeState)
-            except (
-                FileNotFoundError,
-                msgspec.DecodeError,
-            ):  # not yet, or just being replaced on a network file system
-                continue
-            if state.heartbeat != before.heartbeat:
+            state = readable_json(self._run.node_path(self._attempt, node), NodeState, own=True)
+            if state is not None and state.heartbeat != before.heartbeat:
                 self._seen[node] = (state, self._clock())
 
     def cause(self, silent_s: float) -> Outcome | None:
@@ -127,10 +119,7 @@ class OtherNodes:
             and self._clock() - began < _END_S
         ):
             time.sleep(_POLL_S)
-            try:
-                self.poll()
-            except OSError:  # the file system is away: only silence is known
-                continue
+            self.poll()
         return self.cause(self._clock() - began - _POLL_S)
 
 
@@ -167,8 +156,9 @@ class NodeSupervisor:
         self._attempt = attempt
         self._host = Host(run, attempt, launch, digest, nodes)
         self._path = run.node_path(attempt, nodes.node)
-        supervisor = identify(os.getpid(), "supervisor")
-        self._state = NodeState(host=self._host.name, supervisor=supervisor)
+        self._state = NodeState(
+            host=self._host.name, supervisor=identify(os.getpid(), "supervisor")
+        )
         self._first_heartbeat = -1
         self._first_heard_at = time.monotonic()
         self._first_started = False

@@ -117,7 +117,6 @@ def _is_own(pid: int) -> bool:
         return False
 
 
-_ALERT_ENTRY = f"{ALERT_MARKER}="
 _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is
 determined again.
@@ -212,9 +211,8 @@ class ProcessTree:
             self._examine(pid)
         self._seen = present
         left = {process.role for process in self.alive} - {"rank"}
-        leading = set(_LEADING) - left
         return sorted(
-            (process for process in ended if process.role in leading),
+            (process for process in ended if process.role not in left),
             key=lambda process: _order_of_loss(process, ended[process]),
         )
 
@@ -285,18 +283,13 @@ class ProcessTree:
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
+        known = {self._supervisor_pid, *self._living}
         if (
-            stat is None
-            or not stat.alive
-            or pid == self._supervisor_pid
-            or pid in self._living
-            or not _is_own(pid)
-        ):
-            return
-        if (
-            stat.parent == self._supervisor_pid
-            or stat.parent in self._living
-            or self._markers <= _environ(pid)
+            stat is not None
+            and stat.alive
+            and pid not in known
+            and _is_own(pid)
+            and (stat.parent in known or self._markers <= _environ(pid))
         ):
             self._describe(pid, stat)
 
@@ -309,7 +302,7 @@ class ProcessTree:
         """
         environ = _environ(pid)
         # A program that is being loaded has no environment, and a scan may come just then.
-        if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
+        if any(entry.startswith(f"{ALERT_MARKER}=") for entry in environ):
             self._living.pop(pid, None)
             return
         command, parent = _entries(pid, "cmdline"), self._living.get(stat.parent)
@@ -329,9 +322,11 @@ def _order_of_loss(process: Process, exit_code: int | None) -> tuple[int, bool, 
     killed ends the ranks that waited for it, which leave by themselves. Once any rank has failed,
     the launcher terminates the others, which a busy host shows at the same time.
     """
-    killed = exit_code is not None and exit_code < 0
-    order = ("launcher", "runner", "rank").index(process.role)
-    return order, exit_code in _TERMINATED, not killed
+    return (
+        ("launcher", "runner", "rank").index(process.role),
+        exit_code in _TERMINATED,
+        exit_code is None or exit_code >= 0,
+    )
 
 
 def become_subreaper() -> None:
@@ -343,21 +338,6 @@ def become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(36, 1, 0, 0, 0) != 0:
         print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
-
-
-def reap_orphans(kept: Collection[int | None]) -> None:
-    """Collect the children of this process that have ended, which would stay zombies until its end:
-    a subreaper's orphans.
-
-    Args:
-        kept: Pids of children that somebody else collects. One that has ended may let others wait
-            until it is collected.
-    """
-    with contextlib.suppress(ChildProcessError):  # there are no children
-        while (
-            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ) is not None and ended.si_pid not in kept:
-            os.waitpid(ended.si_pid, 0)
 
 
 def _role_of(command: tuple[str, ...], parent: Role | None) -> Role:

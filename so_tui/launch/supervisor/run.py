@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -21,7 +22,6 @@ from so_tui.launch.launch import read_launch
 from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
-    Evidence,
     Outcome,
     StopRequest,
     conclude,
@@ -130,18 +130,17 @@ class Supervisor:
         run: RunDirectory,
         attempt: int,
         found: RunState,
+        launch: Launch,
+        digest: str,
         lock: RunLock,
-        nodes: Nodes = ALONE,
-        *,
-        digest: str | None = None,
+        nodes: Nodes,
     ) -> None:
         """Prepare to start an attempt whose launch has this hash, or to attach to one."""
         self._run = run
         self._known = known_id(run)
         self._attempt = attempt
-        launch = read_launch(run, attempt, digest)
         nodes = replace(nodes, count=launch.spec.nodes)
-        self._host = Host(run, attempt, launch, digest or "", nodes, lock)
+        self._host = Host(run, attempt, launch, digest, nodes, lock)
         self._superseded = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
         # be alive.
@@ -154,8 +153,6 @@ class Supervisor:
         self._others = OtherNodes(run, attempt, launch.spec.nodes)
         self._reader = MetricsReader(run)
         self._stop: StopRequest | None = None
-        self._heartbeat_at: float | None = None
-        """The last one of a supervisor that died, if the processes are gone that it watched."""
         self._directory_seen_at = time.monotonic()
         self._records: list[MetricRecord] = []
         self._slow = SlowWatch(launch.plan, launch.machine, attempt)
@@ -177,8 +174,7 @@ class Supervisor:
         # On a full disk nothing is started, but what lives is watched.
         (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
-            with host.despite_errors_of("locks"):  # what lives is watched, whoever has its locks
-                host.take_over()
+            host.take_over()
         else:
             try:
                 host.start()
@@ -186,17 +182,25 @@ class Supervisor:
                 return self._finish(not_started(error))
         host.tree.scan(thorough=self._takes_over)
         gone_unseen = self._takes_over and not host.tree.alive
-        self._heartbeat_at = heartbeat_at if gone_unseen else None
-        host.read_tail()
         host.follow(self._tick, self._take)
         if host.handed_over:
             return 0  # the other supervisor watches the same processes
         host.sweep()
         with host.despite_errors_of("records"):
             self._read()
-        evidence, others = self._evidence(), None if self._superseded else self._others.wait()
+        overdue = host.shutdown.stop_overdue(time.monotonic())
+        evidence = replace(
+            host.evidence(),
+            end=self._end,
+            failures=failures(self._run, self._attempt),
+            stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
+            gone_unseen=gone_unseen,
+            exchanged=exchanged(self._run, self._known),
+        )
+        others = None if self._superseded else self._others.wait()
         own = conclude(evidence)
-        return self._finish(attributed(own, others, unprompted=evidence.unprompted))
+        outcome = attributed(own, others, unprompted=evidence.unprompted)
+        return self._finish(outcome, heartbeat_at if gone_unseen else None)
 
     def _tick(self) -> bool:
         host = self._host
@@ -210,8 +214,7 @@ class Supervisor:
         with host.despite_errors_of("control"):
             self._check_stop_request()
         # Processes would wait for those of another node that have failed.
-        with host.despite_errors_of("nodes"):
-            self._others.poll()
+        self._others.poll()
         if self._others.cause(STALE_S) is not None:
             host.shutdown.broken = True
         self._end_launchers()
@@ -262,8 +265,12 @@ class Supervisor:
     def _check_stop_request(self) -> None:
         if received := self._host.signal:
             warned = received is signal.SIGUSR1
-            reason = f"the supervisor received {received.name}"
-            request_stop(self._run, reason=reason, warned=warned, signalled=not warned)
+            request_stop(
+                self._run,
+                reason=f"the supervisor received {received.name}",
+                warned=warned,
+                signalled=not warned,
+            )
             self._host.signal = None
         asked = stop_request(self._run)
         if asked is not None:
@@ -324,27 +331,20 @@ class Supervisor:
         if end is not None and end.state != "failed" and ended and roles <= {"runner", "launcher"}:
             self._host.signal_all(signal.SIGKILL)
 
-    def _evidence(self) -> Evidence:
-        overdue = self._host.shutdown.stop_overdue(time.monotonic())
-        return replace(
-            self._host.evidence(),
-            end=self._end,
-            failures=failures(self._run, self._attempt),
-            stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
-            gone_unseen=self._heartbeat_at is not None,
-            exchanged=exchanged(self._run, self._known),
-        )
-
-    def _finish(self, outcome: Outcome) -> int:
+    def _finish(self, outcome: Outcome, heartbeat_at: float | None = None) -> int:
+        """Record the outcome. ``heartbeat_at`` is the last sign of life of a supervisor that died,
+        if the processes are gone that it watched.
+        """
         state = ending.observed(self._state, self._reader)
         ended = (
             time.time()
-            if self._heartbeat_at is None
-            else _last_alive(self._reader, self._attempt, self._heartbeat_at)
+            if heartbeat_at is None
+            else _last_alive(self._reader, self._attempt, heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        advice = _planned_advice(outcome, self._host.launch)
-        self._state = ending.final_state(state, outcome, ended, advice)
+        self._state = ending.final_state(
+            state, outcome, ended, _planned_advice(outcome, self._host.launch)
+        )
         moved = outcome.code == OutcomeCode.FOLDER_EXCHANGED
         if (moved or not deleted(self._run)) and not self._superseded:
             new: Alerts = ()
@@ -378,18 +378,23 @@ def _planned_advice(outcome: Outcome, launch: Launch) -> str:
     """Return the plan's advice for a run that was out of memory; empty for others. The final state
     does not depend on it: without it, the advice is general.
     """
-    of_gpu = outcome.code is OutcomeCode.OUT_OF_GPU_MEMORY
-    of_host = outcome.code in (OutcomeCode.OUT_OF_HOST_MEMORY, OutcomeCode.KILLED_FOR_MEMORY)
-    if not of_gpu and not of_host:
+    if (short := _SHORT_OF.get(outcome.code)) is None:
         return ""
     try:
         from so_tui.plan import remedies  # heavy, and may be gone since the run began
 
-        given = launch.plan.given_memory
-        return remedies.memory_advice(launch.spec, "gpu" if of_gpu else "node", given).message
+        return remedies.memory_advice(launch.spec, short, launch.plan.given_memory).message
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
     return ""
+
+
+_SHORT_OF: dict[str, Literal["gpu", "node"]] = {
+    OutcomeCode.OUT_OF_GPU_MEMORY: "gpu",
+    OutcomeCode.OUT_OF_HOST_MEMORY: "node",
+    OutcomeCode.KILLED_FOR_MEMORY: "node",
+}
+"""Whose memory did not suffice."""
 
 
 def _last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
@@ -432,37 +437,26 @@ def supervise(
         InputError, Refused: This may not be done here (see ``admission``).
         OSError: The run directory cannot be written.
     """
-    with own_run(run) as own, contextlib.ExitStack() as last:
-        run = own
+    with own_run(run) as run, contextlib.ExitStack() as last:
         refuse_unknown_attempt(run, attempt)
         os.umask(umask_of(run.at))
         starts = read_state(run).attempt < attempt
-        assume_dead = starts and read_launch(run, attempt, digest).assume_dead
-        with run_lock(run, assume_dead=assume_dead) as lock:
+        launch = read_launch(run, attempt, digest if starts else None)
+        with run_lock(run, assume_dead=starts and launch.assume_dead) as lock:
             if lock is None:
                 return 0
             state = read_state(run)
             if state.attempt == attempt and state.state in FINAL_STATES:
                 return state.exit_code or 0
-            attaches = state.attempt == attempt
-            if attaches:
+            if state.attempt == attempt:
                 _refuse_attaching(run, attempt, state)
             else:
                 refuse_start(run, attempt, state)
-                state = _concluded(run, state, assume_dead=assume_dead)
-            compared = None if attaches else digest
-            supervisor = Supervisor(run, attempt, state, lock, nodes, digest=compared)
+                if state.host:
+                    state = ended_state(run, assume_dead=launch.assume_dead)
+            supervisor = Supervisor(run, attempt, state, launch, digest, lock, nodes)
             last.callback(supervisor.announcer.finish)  # also where the lock cannot be given back
             become_subreaper()
             code = supervisor.watch()
         ended()
     return code
-
-
-def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:
-    """Return the final state of the previous attempt, computed now if it ended without a
-    supervisor. Raises InputError if it still runs.
-    """
-    if before.state in FINAL_STATES or not before.host:
-        return before
-    return ended_state(run, assume_dead=assume_dead)

@@ -147,21 +147,15 @@ class GpuSampler:
     def __init__(self, gpus: Sequence[Gpu], root: Path = Path("/")) -> None:
         self._files = SystemFiles(root)
         self._amd = [gpu for gpu in gpus if gpu.vendor == "amd"]
-        self._nvidia: list[_NvidiaGpu] = []
-        self._nvml = False
-        if len(self._amd) == len(gpus):
-            return
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return
-        self._nvml = True
-        for gpu in (gpu for gpu in gpus if gpu.vendor == "nvidia"):
-            handle = _ask("nvmlDeviceGetHandleByPciBusId", gpu.pci_bus_id.encode())
-            if handle is not None:
-                self._nvidia.append(_NvidiaGpu(gpu, handle))
+        nvidia = [gpu for gpu in gpus if gpu.vendor == "nvidia"]
+        if nvidia:
+            _ask("nvmlInit")  # without a driver there are no handles either
+        handles = [_ask("nvmlDeviceGetHandleByPciBusId", gpu.pci_bus_id.encode()) for gpu in nvidia]
+        self._nvidia = [
+            _NvidiaGpu(gpu, handle)
+            for gpu, handle in zip(nvidia, handles, strict=True)
+            if handle is not None
+        ]
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Take a sample of each GPU."""
@@ -184,10 +178,9 @@ class GpuSampler:
         """Release the counters and NVML."""
         for gpu in self._nvidia:
             gpu.traffic.close()
-        self._nvidia = []
-        if self._nvml:
+        if self._nvidia:
             _ask("nvmlShutdown")  # it may fail once a GPU is lost
-            self._nvml = False
+        self._nvidia = []
 
 
 def _amd_sample(gpu: Gpu, files: SystemFiles) -> GpuSample:
@@ -218,19 +211,13 @@ class _NvidiaGpu:
     def __init__(self, gpu: Gpu, handle: Any) -> None:
         import pynvml
 
-        self.index = gpu.index
-        self.handle = handle
+        self.index, self.handle = gpu.index, handle
         self.traffic = _Traffic(handle, c2c=gpu.c2c is not False)
-        self._clock = handle, pynvml.NVML_CLOCK_SM
-        self._clock_max_mhz = _ask("nvmlDeviceGetMaxClockInfo", *self._clock)
-        self._thermometer = handle, pynvml.NVML_TEMPERATURE_GPU
-        module = pynvml.NVML_POWER_SCOPE_MODULE
-        self._module_power = [
-            (pynvml.NVML_FI_DEV_POWER_INSTANT, module),
-            (pynvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, module),
-        ]
+        self._clock_max_mhz = _ask("nvmlDeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_SM)
 
     def sample(self) -> GpuSample:
+        import pynvml
+
         load = _ask("nvmlDeviceGetUtilizationRates", self.handle)
         memory = _ask("nvmlDeviceGetMemoryInfo", self.handle)
         module_w, module_limit_w = self._module_power_w()
@@ -244,9 +231,11 @@ class _NvidiaGpu:
             power_limit_w=_watts(_ask("nvmlDeviceGetEnforcedPowerLimit", self.handle)),
             module_power_w=module_w,
             module_power_limit_w=module_limit_w,
-            clock_mhz=_ask("nvmlDeviceGetClockInfo", *self._clock),
+            clock_mhz=_ask("nvmlDeviceGetClockInfo", self.handle, pynvml.NVML_CLOCK_SM),
             clock_max_mhz=self._clock_max_mhz,
-            temperature_c=_ask("nvmlDeviceGetTemperature", *self._thermometer),
+            temperature_c=_ask(
+                "nvmlDeviceGetTemperature", self.handle, pynvml.NVML_TEMPERATURE_GPU
+            ),
             throttling=_throttling(reasons or 0),
             **self.traffic.rates(),
         )
@@ -255,7 +244,11 @@ class _NvidiaGpu:
         """Return power and limit of the superchip; None where a GPU has a module of its own, and
         the driver therefore no such figures.
         """
-        values = _ask("nvmlDeviceGetFieldValues", self.handle, self._module_power)
+        import pynvml
+
+        figures = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_CURRENT_LIMIT
+        asked = [(figure, pynvml.NVML_POWER_SCOPE_MODULE) for figure in figures]
+        values = _ask("nvmlDeviceGetFieldValues", self.handle, asked)
         if values is None:
             return [None, None]
         return [
@@ -373,9 +366,6 @@ class _Mark(NamedTuple):
     shared: int
 
 
-_NO_MARK = _Mark(0, 0, 0, 0)
-
-
 class _HighWater:
     """Tracks the processes of one run. Not thread-safe."""
 
@@ -393,7 +383,7 @@ class _HighWater:
             if (now := _read_mark(root, process.pid)) is None:
                 continue
             key = process.pid, process.start_time
-            before = self._marks.get(key, _NO_MARK)
+            before = self._marks.get(key, _Mark(0, 0, 0, 0))
             # The kernel's counters are approximate, so a mark may even decrease a little.
             highest = max(now.highest, before.highest)
             marks[key] = now._replace(highest=highest)
@@ -559,8 +549,7 @@ class _Seldom(Generic[T]):
         if now >= self._due:
             started = time.process_time()
             self._value = self._read()
-            took_s = time.process_time() - started
-            self._due = now + max(self._interval_s, took_s / _COST_SHARE)
+            self._due = now + max(self._interval_s, (time.process_time() - started) / _COST_SHARE)
         return self._value
 
 

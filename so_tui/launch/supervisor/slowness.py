@@ -9,7 +9,6 @@ import re
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -24,7 +23,6 @@ from so_tui.runs.records import (
     MetricRecord,
     PhaseRecord,
     Placements,
-    RankPlacement,
     Sample,
     Slowdown,
     StepRecord,
@@ -130,7 +128,7 @@ def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     excess_s = measured.step_s - planned.step.total_s
     compute_excess_s = max(0.0, excess_s - (measured.data_s - planned.step.data_s))
     found = []
-    for cause in chain.from_iterable(look(measured, planned) for look in _LOOKS):
+    for cause in _causes(measured, planned):
         if cause.code != "data":
             cause = replace(cause, seconds=min(cause.seconds, compute_excess_s))
         if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0:
@@ -139,36 +137,27 @@ def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     return tuple(sorted(found, key=lambda cause: cause.seconds < most_s / 2))
 
 
-def _placed(measured: _Measured, planned: _Planned) -> Iterator[tuple[RankPlacement, RankBinding]]:
-    """Return where each rank is and where it was planned to be."""
+def _causes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
+    """Yield what was measured that takes time, from cause to effect: a load on the cores also slows
+    Adam down, so where both explain about as much, the first is named first.
+    """
     bound = {binding.rank: binding for binding in planned.binding}
-    return ((place, bound[place.rank]) for place in measured.placement if place.rank in bound)
-
-
-def _misbound(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
+    places = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
     elsewhere = [
-        place.rank
-        for place, binding in _placed(measured, planned)
-        if misplaced(place, binding.cpus, binding.main_cpus)
+        place.rank for place, binding in places if misplaced(place, binding.cpus, binding.main_cpus)
     ]
     if elsewhere:
         count, first = len(elsewhere), elsewhere[0]
         yield Cause(code="binding", seconds=math.inf, measured=count, planned=0.0, rank=first)
-
-
-def _on_other_nodes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     shares = [
         (share, place.rank)
-        for place, binding in _placed(measured, planned)
+        for place, binding in places
         if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
     ]
     share, rank = min(shares, default=(1.0, 0))
     if share < LEAST_OWN_SHARE:
         yield Cause(code="memory-node", seconds=math.inf, measured=share, planned=1.0, rank=rank)
-
-
-def _beside_others(measured: _Measured, _planned: _Planned) -> Iterator[Cause]:
-    taken = measured.foreign_share
+    taken, clock = measured.foreign_share, measured.clock
     if taken >= _LEAST_FOREIGN_SHARE:
         yield Cause(
             code="foreign-load",
@@ -178,19 +167,21 @@ def _beside_others(measured: _Measured, _planned: _Planned) -> Iterator[Cause]:
             nice=max((place.nice for place in measured.placement), default=0),
             processes=measured.foreign,
         )
-
-
-def _held_down(measured: _Measured, _planned: _Planned) -> Iterator[Cause]:
-    clock = measured.clock
     if clock and (clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz):
         lost_s = (measured.forward_s + measured.backward_s) * (1 - clock.mhz / clock.max_mhz)
         yield Cause(code="clocks", seconds=lost_s, measured=clock.mhz, planned=clock.max_mhz)
+    if planned.rates is not None:
+        yield from _slow_transfers(measured, planned.rates)
+    yield Cause(
+        code="data",
+        seconds=measured.data_s - planned.step.data_s,
+        measured=measured.data_s,
+        planned=planned.step.data_s,
+    )
 
 
-def _slow_copies(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
-    """Yield the direction in which copies lose more time."""
-    if (rates := planned.rates) is None:
-        return
+def _slow_transfers(measured: _Measured, rates: PlannedRates) -> Iterator[Cause]:
+    """Yield the direction in which copies lose more time, and Adam."""
     directions = (
         (measured.d2h_bytes_per_s, rates.d2h_bytes_per_s, rates.d2h_bytes),
         (measured.h2d_bytes_per_s, rates.h2d_bytes_per_s, rates.h2d_bytes),
@@ -203,35 +194,10 @@ def _slow_copies(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     if slow:
         seconds, was, should = max(slow)
         yield Cause(code="copies", seconds=seconds, measured=was, planned=should)
-
-
-def _slow_adam(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
-    rate, busy_s, rates = measured.adam_bytes_per_s, measured.adam_busy_s, planned.rates
-    if rates is None or rate is None or busy_s is None:
-        return
-    should = rates.adam_bytes_per_s
-    if rate < _LOW_ADAM_RATE * should:
+    rate, busy_s, should = measured.adam_bytes_per_s, measured.adam_busy_s, rates.adam_bytes_per_s
+    if rate is not None and busy_s is not None and rate < _LOW_ADAM_RATE * should:
         seconds = busy_s * (1 - rate / should)
         yield Cause(code="adam", seconds=seconds, measured=rate, planned=should)
-
-
-def _late_data(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
-    was, should = measured.data_s, planned.step.data_s
-    yield Cause(code="data", seconds=was - should, measured=was, planned=should)
-
-
-_LOOKS = (
-    _misbound,
-    _on_other_nodes,
-    _beside_others,
-    _held_down,
-    _slow_copies,
-    _slow_adam,
-    _late_data,
-)
-"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as
-much, the first is named first.
-"""
 
 
 _MEDIANS = (
@@ -326,6 +292,15 @@ def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> _Clock |
 _LONGEST_NAME = 20
 _MOST = 8
 """Causes that are read: more than there are."""
+_WORDS = {
+    "binding": "rank {rank}{more} may not run on the planned cores",
+    "memory-node": "only {share} of rank {rank}'s memory is on its node",
+    "foreign-load": "{others}",
+    "clocks": "a GPU runs at {measured} of {planned} MHz",
+    "copies": "copies between GPU and host reach {rate} instead of {planned_rate}",
+    "adam": "Adam moves {rate} instead of {planned_rate}",
+    "data": "each step waits {waited} for data",
+}
 _REMEDIES = {
     "binding": (
         "Something moved its processes (`taskset`, a cpuset): the dashboard shows where they are. "
@@ -374,28 +349,17 @@ def slowdown_remedy(found: Slowdown) -> str:
 def _cause_text(cause: Cause) -> str:
     """Return a cause in words; empty for one that this version does not know."""
     measured, planned = bounded(cause.measured), bounded(cause.planned)
-    rank = int(bounded(cause.rank))
-    match cause.code:
-        case "binding":
-            more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
-            return f"rank {rank}{more} may not run on the planned cores"
-        case "memory-node":
-            return f"only {percent(min(measured, 1.0))} of rank {rank}'s memory is on its node"
-        case "foreign-load":
-            return " and ".join(_foreign_load(cause, measured))
-        case "clocks":
-            return f"a GPU runs at {thousands(round(measured))} of {thousands(round(planned))} MHz"
-        case "copies":
-            return (
-                f"copies between GPU and host reach {bandwidth(measured)} instead of "
-                f"{bandwidth(planned)}"
-            )
-        case "adam":
-            return f"Adam moves {bandwidth(measured)} instead of {bandwidth(planned)}"
-        case "data":
-            return f"each step waits {duration(measured)} for data"
-        case _:
-            return ""
+    return _WORDS.get(cause.code, "").format(
+        rank=int(bounded(cause.rank)),
+        more=f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else "",
+        share=percent(min(measured, 1.0)),
+        others=" and ".join(_foreign_load(cause, measured)),
+        measured=thousands(round(measured)),
+        planned=thousands(round(planned)),
+        rate=bandwidth(measured),
+        planned_rate=bandwidth(planned),
+        waited=duration(measured),
+    )
 
 
 def _foreign_load(cause: Cause, share: float) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +15,6 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 from textual.worker import Worker
 
-from so_tui.launch.helper import Cancel
 from so_tui.spec.errors import SoTuiError, reject
 from so_tui.spec.generation import (
     Answer,
@@ -152,7 +152,7 @@ class ChatScreen(Screen[None]):
             system: A system message.
         """
         self._load, self._sampling, self._system = load, sampling, system
-        self._end = Cancel()
+        self._end = threading.Event()
         self._process: ModelProcess | None = None
         self._columns: dict[Side, _Column] = {}
         self._stopping = False
@@ -201,7 +201,7 @@ class ChatScreen(Screen[None]):
             self._fail(text)
 
     def on_unmount(self) -> None:
-        self._end()
+        self._end.set()
 
     # What the helper says.
 

@@ -500,10 +500,10 @@ class PresetsScreen(FiltersTable):
 
             if not model:
                 raise SoTuiError("Type a hub id or a folder first.")
-            described = describe_model(model, name=name or None)
+            spec, notes = describe_model(model, name=name or None)
             if not get_current_worker().is_cancelled:  # as it is once the dialog was left
-                create_preset(described.spec)
-            return described.spec.name, described.notes
+                create_preset(spec)
+            return spec.name, notes
 
         def added(described: tuple[str, Sequence[str]] | None) -> None:
             if described is None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.launch.launch import Job
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import (
-    Job,
     Partition,
     SlurmError,
     _parse_partitions,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.launch import JobPhase, JobStatus
+from so_tui.launch.launch import Job
 from so_tui.launch.lifecycle import _queue_text, current_state, stop
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError
+from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import (
     SlurmExecutor,
     Submission,
@@ -220,10 +220,10 @@ def test_a_node_whose_clock_is_off_gets_the_schedulers_reason(ahead_s: float, sl
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:
-    waits = JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
+    waits = Job(id="7", state="PENDING", reason="\x1b[2J", start=1e6)
     assert _queue_text(waits).isprintable()
     assert "1970" in _queue_text(waits)
     long = "ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]"
-    assert _queue_text(replace(waits, waits_for=long)) == _queue_text(
-        replace(waits, waits_for="ReqNodeNotAvail")
+    assert _queue_text(replace(waits, reason=long)) == _queue_text(
+        replace(waits, reason="ReqNodeNotAvail")
     ), "what Slurm adds to a reason is left out"

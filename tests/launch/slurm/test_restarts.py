@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.in_job import _attempt_of_restart, _goes_on, _put_back, _told_attempt
-from so_tui.launch.launch import prepare, read_launch
+from so_tui.launch.launch import Job, prepare, read_launch
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError
+from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import _write_submission, read_submission
 from so_tui.launch.supervisor.ending import queued_state, request_stop
 from so_tui.launch.supervisor.run import refuse_start
