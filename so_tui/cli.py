@@ -16,6 +16,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from so_tui.commands.parser import build_parser
@@ -28,10 +29,16 @@ if TYPE_CHECKING:
 _FOR_PROGRAMS = ("supervise", "completion")
 """Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_LIMITS = {errno.EMFILE: "-n", errno.ENFILE: "-n", errno.EAGAIN: "-u", errno.ENOMEM: "-v"}
+"""Options of ``ulimit`` by the error of what the system does not give."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed, so that the next file opened would take its place
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
@@ -178,7 +185,8 @@ def _call(arguments: Namespace) -> int:
 
 def _report(*messages: str) -> None:
     for message in messages:
-        print(f"so-tui: {message}", file=sys.stderr)
+        with suppress(OSError):  # the exit code says it still
+            print(f"so-tui: {message}", file=sys.stderr)
 
 
 def _problem_of(error: OSError) -> Problem | None:
@@ -186,6 +194,13 @@ def _problem_of(error: OSError) -> Problem | None:
     from so_tui.spec.errors import Problem, shown
 
     name = str(error.filename or "")
+    if limit := _LIMITS.get(error.errno or 0):
+        message = f"is too low for this command ({error.strerror})"
+        remedy = "Raise it for this shell or job, or end other programs of yours."
+        return Problem("system-limit", f"ulimit {limit}", "", message, remedy)
+    if error.errno == errno.ENOENT and not name:
+        message = "is gone: it was removed or replaced"
+        return Problem("no-working-folder", "working folder", "", message, "Change to another.")
     if error.errno == errno.ENAMETOOLONG:
         value = shown(name) if name else ""
         message = "is too long for a file name"

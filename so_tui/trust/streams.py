@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_WIDEST = 1000
+"""Columns of a terminal that are used."""
+
+
 class _PrintableStream:
     """A text stream that spells out control, bidirectional and invisible characters; it otherwise
     behaves like the stream beneath it.
@@ -61,9 +65,12 @@ def console(*, stderr: bool = False) -> Console:
     """
     from so_tui.trust.console import PrintableConsole
 
-    return PrintableConsole(
+    made = PrintableConsole(
         file=beneath(sys.stderr if stderr else sys.stdout),
         highlight=False,
         markup=False,
         emoji=False,
     )
+    # Every line of a table is filled up to the width, which COLUMNS may set to anything.
+    made.width = min(made.width, _WIDEST)
+    return made
