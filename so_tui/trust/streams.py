@@ -5,6 +5,8 @@ printed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from so_tui.trust.text import printable
@@ -24,11 +26,33 @@ class _PrintableStream:
 
     def __init__(self, beneath: TextIO) -> None:
         self.beneath = beneath
+        self.goes_on = ""
+        """What goes on when nothing can be written any more; empty: that is an error."""
+        self._told = False
 
     def write(self, text: str) -> int:
         """Write text, and return the number of its characters."""
-        self.beneath.write(printable(text))
+        with self._despite_loss():
+            self.beneath.write(printable(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is left."""
+        with self._despite_loss():
+            self.beneath.flush()
+
+    @contextmanager
+    def _despite_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.goes_on:
+                raise
+            if not self._told:
+                self._told = True
+                with suppress(OSError):
+                    message = f"output cannot be written ({error.strerror})"
+                    print(f"so-tui: {message}; {self.goes_on} goes on", file=sys.stderr)
 
     def writelines(self, lines: list[str]) -> None:
         """Write several texts."""
@@ -47,6 +71,16 @@ def guard_output() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _PrintableStream):
             setattr(sys, name, cast(TextIO, _PrintableStream(stream)))
+
+
+def outlive_output(what: str) -> None:
+    """From now on, go on when sys.stdout takes no more: its reader has ended, or its disk is full.
+
+    Args:
+        what: What goes on, for the message.
+    """
+    if isinstance(sys.stdout, _PrintableStream):
+        sys.stdout.goes_on = what
 
 
 def beneath(stream: TextIO) -> TextIO:

@@ -1,4 +1,4 @@
-"""Commands where something about the process or the machine is wrong, and nothing about the input."""
+"""Commands in a process or on a machine with which something is wrong; the input is right."""
 
 from __future__ import annotations
 
