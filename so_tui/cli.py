@@ -16,8 +16,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from so_tui.commands.parser import build_parser
 from so_tui.trust.streams import guard_output
@@ -45,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 errors="replace"
             )  # without Unicode, a terminal or pipe gets question marks instead of a traceback
     guard_output()
+    # The user keeps the rights to what is made, whatever the umask takes away.
+    os.umask(os.umask(0o077) & 0o077)
     signals = _ended_by_signals()
     try:
         return _main(argv)
@@ -110,7 +111,7 @@ def _main(argv: Sequence[str] | None) -> int:
                 end="", flush=True
             )  # so that a full disk is reported below, and not by Python at its exit
         except BrokenPipeError:
-            _discard_output()
+            _discard(sys.stdout)
         return code
     except Refused as error:
         _report(*(f"refused: {reason}" for reason in error.reasons))
@@ -126,7 +127,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _discard_output()  # the reader, such as `head`, has ended
+        _discard(sys.stdout)  # the reader, such as `head`, has ended
         return 0
     except OSError as error:
         problem = _problem_of(error)
@@ -134,7 +135,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
-            _discard_output()
+            _discard(sys.stdout)
         _report(str(problem))
         return InputError.exit_code
 
@@ -185,8 +186,10 @@ def _call(arguments: Namespace) -> int:
 
 def _report(*messages: str) -> None:
     for message in messages:
-        with suppress(OSError):  # the exit code says it still
+        try:
             print(f"so-tui: {message}", file=sys.stderr)
+        except OSError:  # the exit code says it still
+            _discard(sys.stderr)
 
 
 def _problem_of(error: OSError) -> Problem | None:
@@ -222,11 +225,9 @@ def _problem_of(error: OSError) -> Problem | None:
     return Problem("not-writable", name or "output", "", message, remedy)
 
 
-def _discard_output() -> None:
-    """Redirect stdout to /dev/null, because Python would fail again when it flushes stdout at
-    exit.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, because Python would fail again when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

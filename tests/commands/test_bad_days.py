@@ -37,6 +37,7 @@ def _shell(line: str, **changes: str) -> subprocess.CompletedProcess[str]:
         ("so-tui chat latest <&- >&-", 2, "needs a terminal"),
         ("so-tui plan tiny <&- >&- 2>&-", 0, ""),
         ("so-tui plan nosuch 2>/dev/full", 2, ""),
+        ("umask 0777; export XDG_CONFIG_HOME=$PWD; so-tui settings screen.units=decimal", 0, ""),
         ("mkdir gone; cd gone; rmdir ../gone; so-tui runs --runs-dir x", 2, "working folder"),
         ("mkdir gone; cd gone; rmdir ../gone; so-tui presets add .", 2, "working folder"),
     ],
