@@ -226,7 +226,7 @@ def _problem_of(error: OSError) -> Problem | None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, because Python would fail again when it flushes it at exit."""
+    """Redirect a stream to /dev/null; Python would fail again when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

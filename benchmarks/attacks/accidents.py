@@ -113,9 +113,8 @@ for _number, _title, _happens in (
     ("v", "moved", "mv runs/* moved"),
     ("w", "removed", "rm -rf runs/*"),
 ):
-    _script = (
-        f"so_tui {_TRAIN} --set train.steps=9999 --runs-dir runs & {_TRAINING}; {_happens}; wait $!"
-    )
+    _script = f"so_tui {_TRAIN} --set train.steps=9999 --runs-dir runs & {_TRAINING}; {_happens}"
+    _script += "; wait $!"
     _accident(_number, f"the folder of a run is {_title} while it trains", _script, "deleted")
 _accident(
     "x",

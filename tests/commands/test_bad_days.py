@@ -16,6 +16,7 @@ import pytest
 from so_tui.cli import _problem_of
 from so_tui.launch.helper import ToolProcess
 from so_tui.trust.streams import console
+from so_tui_trainer.tools import channel
 from tests.support.problems import rejected
 
 _SO_TUI = shlex.join([sys.executable, "-P", "-m", "so_tui"])
@@ -72,6 +73,12 @@ def test_an_error_without_a_name_is_explained(number: int, code: str, field: str
     problem = _problem_of(OSError(number, os.strerror(number)))
     assert problem is not None
     assert (problem.code, problem.field) == (code, field)
+
+
+def test_an_allocation_that_fails_is_no_fault_of_the_input() -> None:
+    """Of torch while a model is loaded, and of the loader of libraries under ``ulimit -v``."""
+    for words in ("DefaultCPUAllocator: can't allocate", "libtorch.so: failed to map segment from"):
+        assert channel._problem(RuntimeError(words)).code == "helper-out-of-memory"
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, first_line
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer import step_limits
+from so_tui_trainer.failures import ALLOCATION_FAILED
 from superoffload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _problem(error: BaseException) -> Problem:
     if isinstance(error, SoTuiError | OffloadError):
         name = error.code if isinstance(error, OffloadError) and error.code else "error"
         return Problem(name, where, "", str(error).removesuffix("."), "")
-    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in ALLOCATION_FAILED):
         message = "needs more memory than the system gives"
         remedy = "Correct or remove it, or free some memory."
         return Problem("helper-out-of-memory", where, "", message, remedy)
