@@ -12,6 +12,7 @@ _LIMIT_S = 240.0
 _GRACE_S = 20.0
 _TRAIN = "run tiny --plain --no-preflight " + " ".join(f"--set {setting}" for setting in SHORT)
 _TRAINING = "until grep -qs '\"training\"' runs/*/state.json; do sleep 0.2; done"
+_PIDS = "$(pgrep -U $UID -f 'm so_tui ru[n]')"
 _PREFLIGHT = "until pgrep -U $UID -f tools.check_input[s]; do sleep 0.2; done"
 _LOOP = "ln -s loop loop; export {variable}=$HOME/loop;"
 _GONE = "mkdir gone; cd gone; rmdir ../gone;"
@@ -119,7 +120,7 @@ for _number, _title, _happens in (
 _accident(
     "x",
     "the terminal is lost during the checks of a run",
-    f"so_tui run tiny --plain & {_PREFLIGHT}; kill -HUP $(pgrep -U $UID -f 'm so_tui ru[n]'); wait $!",
+    f"so_tui run tiny --plain & {_PREFLIGHT}; kill -HUP {_PIDS}; wait $!",
     "code 129",
 )
 _accident(
