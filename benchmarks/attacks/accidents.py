@@ -8,7 +8,7 @@ from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.stage import SHORT, Stage
 
 _LIMIT_S = 240.0
-"""Of a command, because the host may be busy."""
+"""The longest time for a command on a busy host."""
 _GRACE_S = 20.0
 _TRAIN = "run tiny --plain --no-preflight " + " ".join(f"--set {setting}" for setting in SHORT)
 _TRAINING = "until grep -qs '\"training\"' runs/*/state.json; do sleep 0.2; done"
@@ -88,13 +88,13 @@ _accident(
     "p",
     "a prompt in Latin-1",
     "printf 'gr\\374n' | so_tui generate $MODEL --max-tokens 2",
-    "not UTF-8",
+    "valid UTF-8",
 )
 _accident(
     "q",
     "a folder whose name is not UTF-8",
     "mv $MODEL $'m\\374'; so_tui generate ./$'m\\374' --prompt a",
-    "not UTF-8",
+    "valid UTF-8",
 )
 _accident("r", "a terminal of 10^8 columns", "COLUMNS=99999999 so_tui plan tiny | wc -L", "1000")
 _accident(
@@ -103,7 +103,7 @@ _accident(
     "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0; mkdir é; HOME=$HOME/é so_tui data tiny",
     "code 0",
 )
-_accident("t", "run: its log is on a full disk", f"so_tui {_TRAIN} >/dev/full", "goes on")
+_accident("t", "run: its log is on a full disk", f"so_tui {_TRAIN} >/dev/full", "continues")
 _accident(
     "u",
     "run: the reader of its output ends",

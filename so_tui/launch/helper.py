@@ -147,7 +147,7 @@ class ToolProcess:
                     "not-utf8",
                     key,
                     text[max(0, error.start - 20) : error.end + 20],
-                    "has bytes that are not UTF-8",
+                    "is not valid UTF-8",
                     "Save the text, or rename the file, in UTF-8.",
                 ) from error
         with contextlib.suppress(

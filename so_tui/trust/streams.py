@@ -26,8 +26,8 @@ class _PrintableStream:
 
     def __init__(self, beneath: TextIO) -> None:
         self.beneath = beneath
-        self.goes_on = ""
-        """What goes on when nothing can be written any more; empty: that is an error."""
+        self.continues = ""
+        """Name of the run that continues without output; empty: losing the output is an error."""
         self._told = False
 
     def write(self, text: str) -> int:
@@ -46,13 +46,13 @@ class _PrintableStream:
         try:
             yield
         except OSError as error:
-            if not self.goes_on:
+            if not self.continues:
                 raise
             if not self._told:
                 self._told = True
                 with suppress(OSError):
                     message = f"output cannot be written ({error.strerror})"
-                    print(f"so-tui: {message}; {self.goes_on} goes on", file=sys.stderr)
+                    print(f"so-tui: {message}; {self.continues} continues", file=sys.stderr)
 
     def writelines(self, lines: list[str]) -> None:
         """Write several texts."""
@@ -74,13 +74,14 @@ def guard_output() -> None:
 
 
 def outlive_output(what: str) -> None:
-    """From now on, go on when sys.stdout takes no more: its reader has ended, or its disk is full.
+    """From now on, continue when sys.stdout cannot be written: its reader has ended, or its disk is
+    full.
 
     Args:
-        what: What goes on, for the message.
+        what: The name of what continues, for the message.
     """
     if isinstance(sys.stdout, _PrintableStream):
-        sys.stdout.goes_on = what
+        sys.stdout.continues = what
 
 
 def beneath(stream: TextIO) -> TextIO:

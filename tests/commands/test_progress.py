@@ -110,7 +110,7 @@ def test_lost_output_does_not_end_the_follower(elsewhere: RunDirectory) -> None:
     with Path("/dev/full").open("w") as full:
         process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert f"{elsewhere.name} goes on" in process.stderr.readline()
+    assert f"{elsewhere.name} continues" in process.stderr.readline()
     assert process.poll() is None
     change_state(elsewhere, state="stopped")
     assert process.wait(timeout=LIMIT_S) == 4
