@@ -68,7 +68,7 @@ class Command:
 
     @property
     def text(self) -> str:
-        """What it has written."""
+        """Its output so far."""
         return self.output.read_text(errors="replace")
 
     def end(self, limit_s: float) -> str:
@@ -162,6 +162,14 @@ class Stage:
         folder.mkdir()
         os.chown(folder, 0, PROJECT)
         folder.chmod(mode)
+        return folder
+
+    def planted(self, name: str) -> Path:
+        """Let the attacker make a folder in the sticky one, which everybody can write."""
+        folder = self.scratch / name
+        folder.mkdir()
+        self.other.give(folder)
+        folder.chmod(0o777)
         return folder
 
     def ran(self, label: str) -> str:
