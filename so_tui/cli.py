@@ -16,7 +16,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from so_tui.commands.parser import build_parser
 from so_tui.trust.streams import guard_output
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
 _FOR_PROGRAMS = ("supervise", "completion")
 """Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_LIMITS = {errno.EMFILE: "-n", errno.ENFILE: "-n", errno.EAGAIN: "-u", errno.ENOMEM: "-v"}
+"""Options of ``ulimit`` by the error of what the system does not give."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed, so that the next file opened would take its place
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
                 errors="replace"
             )  # without Unicode, a terminal or pipe gets question marks instead of a traceback
     guard_output()
+    # The user keeps the rights to what is made, whatever the umask takes away.
+    os.umask(os.umask(0o077) & 0o077)
     signals = _ended_by_signals()
     try:
         return _main(argv)
@@ -95,10 +103,12 @@ def _main(argv: Sequence[str] | None) -> int:
         log_to_stderr()
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
-    code = 0
     try:
         code = _call_asking(arguments)
-        print(end="", flush=True)  # a full disk is reported below, and not by Python at its exit
+        try:
+            print(end="", flush=True)  # a full disk is reported below, not by Python at its exit
+        except BrokenPipeError:
+            _discard(sys.stdout)
         return code
     except Refused as error:
         _report(*(f"refused: {reason}" for reason in error.reasons))
@@ -111,15 +121,15 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _discard_output()  # the reader, such as `head`, has ended
-        return code
+        _discard(sys.stdout)  # the reader, such as `head`, has ended
+        return 0
     except OSError as error:
         problem = _problem_of(error)
         if problem is None:
             raise
         logging.getLogger(__name__).info("the error came from here:", exc_info=True)
         if problem.field == "output":
-            _discard_output()
+            _discard(sys.stdout)
         _report(problem)
         return InputError.exit_code
 
@@ -170,7 +180,10 @@ def _call(arguments: Namespace) -> int:
 
 def _report(*messages: object) -> None:
     for message in messages:
-        print(f"so-tui: {message}", file=sys.stderr)
+        try:
+            print(f"so-tui: {message}", file=sys.stderr)
+        except OSError:  # the exit code says it still
+            _discard(sys.stderr)
 
 
 def _problem_of(error: OSError) -> Problem | None:
@@ -178,6 +191,10 @@ def _problem_of(error: OSError) -> Problem | None:
     from so_tui.spec.errors import Problem, shown
 
     name, why = str(error.filename or ""), error.strerror
+    if limit := _LIMITS.get(error.errno or 0):
+        message = f"is too low for this command ({why})"
+        remedy = "Raise it for this shell or job, or end other programs of yours."
+        return Problem("system-limit", f"ulimit {limit}", "", message, remedy)
     if error.errno in _UNWRITABLE:
         remedy = (
             "Free some space there and try again."
@@ -185,6 +202,9 @@ def _problem_of(error: OSError) -> Problem | None:
             else "Free some space at its destination, or redirect it."
         )
         return Problem("not-writable", name or "output", "", f"cannot be written ({why})", remedy)
+    if error.errno == errno.ENOENT and not name:
+        message = "is gone: it was removed or replaced"
+        return Problem("no-working-folder", "working folder", "", message, "Change to another.")
     if not name and error.errno != errno.ENAMETOOLONG:
         return None
     value = shown(name) if name else ""
@@ -210,11 +230,9 @@ def _problem_of(error: OSError) -> Problem | None:
     return known.get(error.errno or 0, usual)
 
 
-def _discard_output() -> None:
-    """Redirect stdout to /dev/null, because Python would fail again when it flushes stdout at
-    exit.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null; Python would fail again when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ of one of a preset (``so_tui.spec.check``), and its default is used.
 
 from __future__ import annotations
 
+import os
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -174,7 +175,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, text: str) -> None:
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # does not raise where a link leads to itself
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomic(target, text.encode(), mode=0o600)

@@ -28,6 +28,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
+from so_tui.trust.streams import outlive_output
 from so_tui.trust.text import brief_line, brief_message, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, significant, thousands
 
@@ -45,7 +46,8 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     An interrupt asks the run to stop if this command started it (``owner``), and otherwise only
     stops watching. SIGUSR1, a scheduler's warning, and SIGTERM, with which containers and
     schedulers end a job, do the same: both may reach only this process. A lost terminal (SIGHUP)
-    only stops watching.
+    only stops watching. Output that cannot be written does not: a job would end, and the run with
+    it.
 
     Raises:
         SoTuiError: The run directory was deleted.
@@ -58,6 +60,7 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     if owner:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda number, _: received.append(signal.Signals(number)))
+        outlive_output(run.name)
     reader = RunReader(run, state_of=current_state)
     printer = _Printer()
     print_note(f"run {run.name} in {run.path}")

@@ -15,6 +15,7 @@ import pwd
 import re
 import shutil
 import stat
+from pathlib import Path
 
 from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.folders import known_runs_dirs
@@ -365,7 +366,7 @@ def _check_folders_of_runs(context: CheckContext) -> Findings:
     """
     if not (context.is_this_host and context.files.live):
         return
-    found = {exchangeable_in(path.resolve() / "run") for path in known_runs_dirs()}
+    found = {exchangeable_in(Path(os.path.realpath(path), "run")) for path in known_runs_dirs()}
     if where := sorted(map(str, found - {None})):
         shared = context.environment.get(VARIABLE) == GROUP
         yield finding(

@@ -106,6 +106,7 @@ class ToolProcess:
             text=True,
             errors="replace",
             env=environment,
+            cwd=os.getcwd(),  # noqa: PTH109 - raises where it is gone, which no package explains
             bufsize=1,
             process_group=0,
             pass_fds=(note, inherited),
@@ -124,11 +125,27 @@ class ToolProcess:
     def send(self, request: object) -> None:
         """Send a request, in ASCII because the helper reads it in its locale's encoding.
         ``answers`` finds out that a helper has ended.
+
+        Raises:
+            InputError: It has text that is no Unicode (code ``not-utf8``).
         """
+        tree = msgspec.to_builtins(request)
+        for key, value in tree.items():
+            text = json.dumps(value, ensure_ascii=False)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise reject(
+                    "not-utf8",
+                    key,
+                    text[max(0, error.start - 20) : error.end + 20],
+                    "is not valid UTF-8",
+                    "Save the text, or rename the file, in UTF-8.",
+                ) from error
         with contextlib.suppress(
             BrokenPipeError, ValueError
         ):  # ValueError: another thread has closed it
-            self._requests.write(f"{json.dumps(msgspec.to_builtins(request))}\n")
+            self._requests.write(f"{json.dumps(tree)}\n")
             self._requests.flush()
 
     def end_requests(self) -> None:
@@ -320,6 +337,7 @@ def _environment() -> dict[str, str]:
     environment = {
         **os.environ,
         "PYTHONSAFEPATH": "1",
+        "PYTHONUTF8": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "USE_HUB_KERNELS": "0",

@@ -246,7 +246,7 @@ def private_folder(path: Path) -> Path:
 
 def is_own_place(path: Path) -> bool:
     """Return whether a folder, or the nearest one above it that exists, is this user's own."""
-    found = path.resolve()
+    found = Path(os.path.realpath(path))  # does not raise where a link leads to itself
     while not os.path.lexists(found):
         found = found.parent
     return distrust_of_folder(found) is None

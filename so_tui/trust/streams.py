@@ -5,12 +5,18 @@ printed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from so_tui.trust.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_WIDEST = 1000
+"""Columns of a terminal that are used."""
 
 
 class _PrintableStream:
@@ -20,11 +26,33 @@ class _PrintableStream:
 
     def __init__(self, beneath: TextIO) -> None:
         self.beneath = beneath
+        self.continues = ""
+        """Name of the run that continues without output; empty: losing the output is an error."""
+        self._told = False
 
     def write(self, text: str) -> int:
         """Write text, and return the number of its characters."""
-        self.beneath.write(printable(text))
+        with self._despite_loss():
+            self.beneath.write(printable(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is left."""
+        with self._despite_loss():
+            self.beneath.flush()
+
+    @contextmanager
+    def _despite_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.continues:
+                raise
+            if not self._told:
+                self._told = True
+                with suppress(OSError):
+                    message = f"output cannot be written ({error.strerror})"
+                    print(f"so-tui: {message}; {self.continues} continues", file=sys.stderr)
 
     def writelines(self, lines: list[str]) -> None:
         """Write several texts."""
@@ -45,6 +73,17 @@ def guard_output() -> None:
             setattr(sys, name, cast(TextIO, _PrintableStream(stream)))
 
 
+def outlive_output(what: str) -> None:
+    """From now on, continue when sys.stdout cannot be written: its reader has ended, or its disk is
+    full.
+
+    Args:
+        what: The name of what continues, for the message.
+    """
+    if isinstance(sys.stdout, _PrintableStream):
+        sys.stdout.continues = what
+
+
 def beneath(stream: TextIO) -> TextIO:
     """Return the unguarded stream, for a writer that sends control sequences and makes text
     printable itself.
@@ -61,9 +100,12 @@ def console(*, stderr: bool = False) -> Console:
     """
     from so_tui.trust.console import PrintableConsole
 
-    return PrintableConsole(
+    made = PrintableConsole(
         file=beneath(sys.stderr if stderr else sys.stdout),
         highlight=False,
         markup=False,
         emoji=False,
     )
+    # Every line of a table is filled up to the width, which COLUMNS may set to anything.
+    made.width = min(made.width, _WIDEST)
+    return made

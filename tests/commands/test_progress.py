@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,19 @@ def test_lost_terminal_or_watcher_does_not_affect_the_run(
     follower.process.send_signal(signum)
     assert follower.status() == -signum
     assert not state.pending(elsewhere)
+
+
+def test_lost_output_does_not_end_the_follower(elsewhere: RunDirectory) -> None:
+    """In a batch script, that would end the run."""
+    called = "from so_tui.trust.streams import guard_output; guard_output();"
+    command = [sys.executable, "-c", called + FOLLOW, str(elsewhere.path), "owner"]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert f"{elsewhere.name} continues" in process.stderr.readline()
+    assert process.poll() is None
+    change_state(elsewhere, state="stopped")
+    assert process.wait(timeout=LIMIT_S) == 4
 
 
 def test_follower_outlives_a_file_system_that_is_away(

@@ -18,7 +18,7 @@ _LOWER_RATE = (
 SUPERSEDED = "superseded"
 """Code of the error of an attempt that counted as lost, once a newer one has been started."""
 LESS_HOST_MEMORY = "lower `offload.ratio`, use more GPUs, or free host memory."
-_ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory")
+ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory", "failed to map segment")
 _CONNECTION_LOST = ("closed by peer", "reset by peer")
 
 
@@ -97,7 +97,7 @@ def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> Train
                 memory_advice(spec, "gpu", given).message,
             )
         # torch's allocator and gloo have no types of their own for these.
-        case RuntimeError() if any(part in str(error) for part in _ALLOCATION_FAILED):
+        case RuntimeError() if any(part in str(error) for part in ALLOCATION_FAILED):
             return _host_out_of_memory(spec, given)
         case RuntimeError() if any(part in str(error) for part in _CONNECTION_LOST):
             return TrainingError(

@@ -27,7 +27,7 @@ from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
 from so_tui.spec.check import exists, write_atomic
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import LARGEST_FILE_BYTES
-from so_tui.trust.files import open_descriptor, read_bounded
+from so_tui.trust.files import NotOwnError, open_descriptor, read_bounded
 from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
@@ -674,11 +674,11 @@ def _unwritable_cache(error: BaseException) -> InputError | None:
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
     folder = None
-    if error.filename:
-        path = Path(os.fsdecode(error.filename))
+    if named := error.path if isinstance(error, NotOwnError) else error.filename:
+        path = Path(os.fsdecode(named))
         near = (each for each in caches if path.is_relative_to(each) or each.is_relative_to(path))
         folder = next(near, None)
-    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         # Nothing else is written. The error does not name the folder, so take the one with the
         # least space.
         folder = min(caches, key=_free_bytes)
@@ -689,7 +689,7 @@ def _unwritable_cache(error: BaseException) -> InputError | None:
         "cache-unwritable",
         variable,
         str(folder),
-        f"cannot be written ({error.strerror})",
+        f"cannot be written ({error.strerror or error})",
         f"Free some space there, or set {variable} to a folder that you may write to.",
     )
 

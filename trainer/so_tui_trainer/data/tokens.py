@@ -29,7 +29,7 @@ from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
-from so_tui_trainer.foreign import own_entry
+from so_tui_trainer.foreign import own_entry, unwritable
 from so_tui_trainer.remote_code import loadable, refuse_without_consent
 from so_tui_trainer.step_limits import limited
 
@@ -290,20 +290,29 @@ class _Worker(NamedTuple):
     folder: Path
 
     def work(self, task: _Task) -> _Done:
-        """Tokenise a task's rows into files of its own, holding one batch of rows in memory."""
+        """Tokenise a task's rows into files of its own, holding one batch of rows in memory.
+
+        Raises:
+            InputError: A row cannot be read, or the disk is full.
+        """
         stem = self.folder / f"{task.source}-{task.first}"
         lengths, rows, counts = [], [], Counts(0, 0, 0)
-        with (
-            stem.with_suffix(".tokens").open("wb") as tokens,
-            stem.with_suffix(".trained").open("wb") as trained,
-        ):
-            for encoded in self.encoder.documents(self.sources[task.source], task.first, task.last):
-                counts += encoded.counts
-                for ids, flags in encoded.documents:
-                    tokens.write(ids.data)
-                    trained.write(flags.data)
-                    lengths.append(len(ids))
-                    rows.append(encoded.row)
+        try:
+            with (
+                stem.with_suffix(".tokens").open("wb") as tokens,
+                stem.with_suffix(".trained").open("wb") as trained,
+            ):
+                for encoded in self.encoder.documents(
+                    self.sources[task.source], task.first, task.last
+                ):
+                    counts += encoded.counts
+                    for ids, flags in encoded.documents:
+                        tokens.write(ids.data)
+                        trained.write(flags.data)
+                        lengths.append(len(ids))
+                        rows.append(encoded.row)
+        except OSError as error:
+            raise unwritable(self.folder.parent, error) from error
         return _Done(
             task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts
         )

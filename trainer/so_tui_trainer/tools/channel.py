@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, first_line
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer import step_limits
+from so_tui_trainer.failures import ALLOCATION_FAILED
 from superoffload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -63,12 +65,13 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
     except (KeyboardInterrupt, SystemExit, ModuleNotFoundError):
         raise
     except BaseException as error:  # noqa: BLE001 - panics of packages in Rust are no Exception
-        if not isinstance(error, SoTuiError):
-            traceback.print_exc()
         problems = error.problems if isinstance(error, InputError) else (_problem(error),)
         stream.write(json.dumps({"problems": msgspec.to_builtins(problems), "done": True}) + "\n")
-        print(error, file=sys.stderr)
         code = error.exit_code if isinstance(error, SoTuiError) else 1
+        with suppress(OSError):  # the disk that has stderr may be the one that is full
+            if not isinstance(error, SoTuiError):
+                traceback.print_exc()
+            print(error, file=sys.stderr)
     stream.close()
     return code
 
@@ -79,7 +82,7 @@ def _problem(error: BaseException) -> Problem:
     if isinstance(error, SoTuiError | OffloadError):
         name = error.code if isinstance(error, OffloadError) and error.code else "error"
         return Problem(name, where, "", str(error).removesuffix("."), "")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in ALLOCATION_FAILED):
         message = "needs more memory than the system gives"
         remedy = "Correct or remove it, or free some memory."
         return Problem("helper-out-of-memory", where, "", message, remedy)
