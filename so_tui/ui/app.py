@@ -27,7 +27,7 @@ from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import start_launch
 from so_tui.ui.shared_app import Checking, SharedApp
 from so_tui.ui.textual_fixes import settle
-from so_tui.ui.widgets import command_key
+from so_tui.ui.widgets import keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -85,21 +85,7 @@ class SoTuiApp(SharedApp):
     MODES = MODES
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]
-    BINDINGS = [
-        *(
-            Binding(
-                str(number),
-                f"show('{name}')",
-                title,
-                show=False,
-                id=f"show-{name}",
-                tooltip=f"Go to {title}",
-            )
-            for number, (name, title) in enumerate(PAGES, 1)
-        ),
-        command_key("question_mark,f1", "help", "Help", "Every key of this screen", show=False),
-        command_key("q", "quit", "Quit", "Leave the screen; runs continue training"),
-    ]
+    BINDINGS = keys("application")
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ from so_tui.trust.folders import make_folders
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Named, Wanted
 from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
-from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
@@ -68,20 +67,6 @@ def hardware_keys(gpus: Sequence[GpuView]) -> _Names:
         if not metric.samples[0].startswith("gpu.")
         or any(sampled_value(metric.samples[0], gpu.sample) is not None for gpu in gpus)
     )
-
-
-PAGE_KEYS = (
-    command_key("greater_than_sign", "page(1)", "Next page", "The next charts", show=False),
-    command_key(
-        "less_than_sign",
-        "page(-1)",
-        "Page before",
-        "The charts before",
-        id="page-before",
-        show=False,
-    ),
-)
-"""Keys that turn the pages of charts."""
 
 
 def samples_of(metrics: tuple[Metric, ...]) -> _Names:

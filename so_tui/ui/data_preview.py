@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widget import Widget
@@ -25,7 +24,7 @@ from so_tui.ui.lines import fill
 from so_tui.ui.messages import code_refused, unexpected_error
 from so_tui.ui.plan_view import data_name
 from so_tui.ui.text import Content, faint, in_rows, shorten_path
-from so_tui.ui.widgets import Rule
+from so_tui.ui.widgets import Rule, keys
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
@@ -144,11 +143,7 @@ class DataPreviewScreen(ModalScreen[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
     CSS_PATH = "data_preview.tcss"
-    BINDINGS = [
-        Binding("escape,q", "dismiss(None)", "Back"),
-        Binding("m", "more", "More rows"),
-        Binding("r", "again", "Read again"),
-    ]
+    BINDINGS = keys("data-preview")
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Cancel()

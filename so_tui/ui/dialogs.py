@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from msgspec.structs import replace
 from textual import getters, on, work
 from textual.app import ComposeResult, SuspendNotSupported
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -26,6 +25,7 @@ from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
 from so_tui.ui.themes import THEMES
+from so_tui.ui.widgets import keys
 
 if TYPE_CHECKING:
     from so_tui.launch.slurm.script import Draft
@@ -66,11 +66,7 @@ class Question(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("y", "answer(True)", "Yes"),
-        Binding("n,escape", "answer(False)", "No"),
-        Binding("left,right", "app.focus_next", "Other button", show=False),
-    ]
+    BINDINGS = keys("question")
 
     def __init__(
         self,
@@ -118,11 +114,7 @@ class AskText(ModalScreen[Answer | None]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape", "dismiss(None)", "Cancel"),
-        Binding("down", "choose('down')", "Next choice", show=False),
-        Binding("up", "choose('up')", "Choice before", show=False),
-    ]
+    BINDINGS = keys("text")
 
     def __init__(
         self,
@@ -259,10 +251,7 @@ class Notice(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape,q,enter,question_mark,f1", "dismiss(False)", "Close"),
-        Binding("y", "copy", "Copy"),
-    ]
+    BINDINGS = keys("notice")
 
     def __init__(
         self, title: str, lines: Sequence[str | Laid], *, offer: str = "", bad: bool = True
@@ -305,10 +294,10 @@ def key_lines(groups: Sequence[KeyGroup], width: int) -> Content:
     """Return commands in lines of ``width`` cells, what they do beside the keys."""
     lines: list[Content] = []
     for heading, rows in groups:
-        keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
+        keys_width = max((len(pressed) for pressed, _, _ in rows), default=0) + 4
         lines += [Content(""), Content.styled(heading, "bold $faint")]
-        for keys, name, tip in rows:
-            shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
+        for pressed, name, tip in rows:
+            shown = Content.styled(f"  {pressed}".ljust(keys_width), "$accent")
             more = f"  {tip}" if tip not in ("", name) else ""
             lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
     return in_rows(lines[1:])
@@ -326,7 +315,7 @@ class LaunchQuestion(Question):
     is not yes.
     """
 
-    BINDINGS = [Binding("r", "rename", "Rename")]
+    BINDINGS = keys("launch")
 
     draft: Draft | None = None
     """The user's batch script; None while a job is not asked about, or has the one that so-tui
@@ -384,7 +373,7 @@ class LaunchQuestion(Question):
 class JobQuestion(LaunchQuestion):
     """Asks whether to submit a launch."""
 
-    BINDINGS = [Binding("e", "edit", "Edit the script")]
+    BINDINGS = keys("job")
 
     def __init__(
         self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None
@@ -459,11 +448,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
     CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape,q,comma", "close", "Keep and close"),
-        Binding("right,space", "step(1)", "Next value"),
-        Binding("left", "step(-1)", "Previous value"),
-    ]
+    BINDINGS = keys("settings")
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
         own = [theme.name for theme in THEMES]
@@ -528,12 +513,7 @@ Item = TypeVar("Item")
 class TickList(OptionList, Generic[Item]):
     """Ticked items keep the order in which they were ticked, also those that are not listed now."""
 
-    BINDINGS = [
-        Binding("space", "select", "Tick"),
-        Binding("enter", "screen.apply", "Take what is ticked"),
-        Binding("a", "tick_all(True)", "Tick all"),
-        Binding("n", "tick_all(False)", "Tick none"),
-    ]
+    BINDINGS = keys("ticks")
     DEFAULT_CSS = """
     TickList {
         height: auto; max-height: 14; border: none; background: $surface; padding: 0; margin: 1 0;
@@ -588,7 +568,7 @@ class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS = [Binding("escape", "dismiss(None)", "Leave without a change")]
+    BINDINGS = keys("tick-dialog")
 
     ticks = getters.query_one(TickList)
 

@@ -38,7 +38,7 @@ from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Hosts, NodeView
 from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
-from so_tui.ui.widgets import SIDE, Rule, command_key, framed
+from so_tui.ui.widgets import SIDE, Rule, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
 
@@ -462,17 +462,6 @@ class NumaPanel(KeptVertical):
     heading = getters.child_by_id("nodes-rule", Rule)
     nodes = getters.query_one("#nodes", NumaNodes)
     gpus = getters.query_one("#gpus", StyledLines)
-
-    KEYS = (
-        command_key(
-            "h",
-            "node_plot",
-            "Heat of cores",
-            "Nodes over time: load, heat of cores, memory",
-            show=False,
-        ),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     def __init__(self, *below: Widget) -> None:
         self._below = below

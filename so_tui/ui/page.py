@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Input
 from textual.worker import Worker
@@ -16,7 +15,7 @@ from textual.worker import Worker
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key
+from so_tui.ui.widgets import FindField, Grip, KeyLine, keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -33,15 +32,6 @@ PAGES: tuple[tuple[str, str], ...] = (
 """Name and title of each screen, in the order of their number keys."""
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 """Titles for narrow terminals."""
-
-OTHER_MACHINE = command_key(
-    "o",
-    "app.other_machine",
-    "Other machine",
-    "Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty "
-    "for this one",
-    id="other-machine",
-)
 
 
 class _TopLine(CachedLinesMixin):
@@ -141,9 +131,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
     PAGE: ClassVar[str]
     HELP_TEXT: ClassVar[str]
     """Purpose of this screen in a sentence or two; the help opens with it."""
-    BINDINGS = [
-        Binding("escape", "leave_field", "Leave the field", show=False),
-    ]
+    BINDINGS = keys("page")
 
     _left: Widget | None = None
     """The field that was left last; tab continues from it."""
@@ -255,31 +243,7 @@ class Size:
 class ResizablePage(Page):
     """A page that says what size a panel has; this class changes it."""
 
-    BINDINGS = [
-        command_key(
-            "right_curly_bracket",
-            "resize(1)",
-            "Larger panel",
-            "The panel with the focus; lines between panels can be pulled with the mouse",
-            id="larger",
-            show=False,
-        ),
-        command_key(
-            "left_curly_bracket",
-            "resize(-1)",
-            "Smaller panel",
-            "The same",
-            id="smaller",
-            show=False,
-        ),
-        command_key(
-            "vertical_line",
-            "reset_sizes",
-            "Reset sizes",
-            "Sizes of this screen's panels as the terminal has room",
-            show=False,
-        ),
-    ]
+    BINDINGS = keys("panels")
     SIZES: ClassVar[tuple[str, ...]]
     """Settings in the table ``panels`` that are sizes of this page."""
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual import work
-from textual.binding import Binding
 from textual.reactive import var
 from textual.theme import Theme
 from textual.widgets import DataTable
@@ -37,8 +36,8 @@ from so_tui.ui.text import (
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
-from so_tui.ui.themes import DARK, ROLES, THEMES
-from so_tui.ui.widgets import command_key
+from so_tui.ui.themes import DARK, FALLBACKS, THEMES
+from so_tui.ui.widgets import keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -54,17 +53,6 @@ if TYPE_CHECKING:
     from so_tui.ui.run_rows import RunRow
 
 
-VIM_KEYS = {
-    "j": "down",
-    "k": "up",
-    "g": "home",
-    "G": "end",
-    "ctrl+d": "pagedown",
-    "ctrl+u": "pageup",
-}
-"""What each key of vim does, as the key that every widget knows. Where a screen has a command of
-its own on a key, that one wins.
-"""
 COMPACT = (
     [(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")],
     [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")],
@@ -84,16 +72,7 @@ class SettingsApp(FixedApp[None]):
     adds vim's keys.
     """
 
-    BINDINGS = [
-        command_key(
-            "comma",
-            "settings",
-            "Settings",
-            "Theme, keys, units and alerts, kept",
-            show=False,
-        ),
-        *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
-    ]
+    BINDINGS = keys("every-application")
 
     settings: var[Settings] = var(Settings())
     glyphs: var[GlyphName] = var[GlyphName]("braille")
@@ -129,9 +108,8 @@ class SettingsApp(FixedApp[None]):
         """Return the program's own colour names for a theme that does not define them."""
         variables = self.current_theme.to_color_system().generate()
         return {
-            name: variables.get(role.fallback, variables["foreground"])
-            for name, role in ROLES.items()
-            if role.fallback
+            name: variables.get(fallback, variables["foreground"])
+            for name, fallback in FALLBACKS.items()
         }
 
     def report_settings(self) -> None:

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from msgspec import toml
 from rich.segment import Segment
 from textual import events
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
 from textual.strip import Strip
@@ -20,23 +23,14 @@ from textual.widgets import Input
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin
 
+_KEYS = toml.decode(
+    Path(__file__).with_name("keys.toml").read_bytes(), type=dict[str, list[dict[str, Any]]]
+)
 
-def command_key(
-    keys: str,
-    action: str,
-    name: str,
-    tooltip: str = "",
-    *,
-    id: str = "",
-    display: str | None = None,
-    show: bool = True,
-) -> Binding:
-    """Return the binding of a command, which the help lists and the user's keymap may change.
 
-    Its ``id``, if not given, is the name of the action with hyphens.
-    """
-    id = id or action.partition("(")[0].replace("_", "-")
-    return Binding(keys, action, name, show, display, tooltip=tooltip, id=id)
+def keys(*names: str) -> list[BindingType]:
+    """Return the bindings of these tables of ``keys.toml``, in their order."""
+    return [Binding(**key) for name in names for key in _KEYS[name]]
 
 
 # Frames around panels: rounded lines with the panel's title on the left of the upper one, and its
@@ -68,10 +62,7 @@ class FindField(Input):
     ``Input.Submitted`` on enter.
     """
 
-    BINDINGS = [
-        Binding("enter", "submit", "Go there"),
-        Binding("escape", "screen.leave_field", "Clear"),
-    ]
+    BINDINGS = keys("find")
 
     DEFAULT_CSS = """
     FindField {

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Input, Static
@@ -34,7 +33,7 @@ from so_tui.spec.generation import (
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.shared_app import SettingsApp
 from so_tui.ui.text import Content, faint, shorten
-from so_tui.ui.widgets import KeyLine, Rule
+from so_tui.ui.widgets import KeyLine, Rule, keys
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -130,18 +129,7 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#question"
-    BINDINGS = [
-        Binding(
-            "escape",
-            "stop_or_leave",
-            "Stop, leave",
-            tooltip="Stop the answers that are being written; without any, or again, leave",
-        ),
-        Binding("f2", "sampling", "Sampling", tooltip="Temperature, top-p, longest answer, seed"),
-        Binding("f3", "forget", "New conversation", tooltip="Forget what was said"),
-        Binding("pageup", "scroll(-1)", "Back", show=False),
-        Binding("pagedown", "scroll(1)", "Forward", show=False),
-    ]
+    BINDINGS = keys("chat")
 
     def __init__(self, load: LoadModel, sampling: Sampling, system: str = "") -> None:
         """Load a model, which begins when the screen is shown.

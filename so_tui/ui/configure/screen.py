@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import getters, on, work
-from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.timer import Timer
 from textual.widget import Widget
@@ -34,9 +33,9 @@ from so_tui.ui.form import (
     text_of,
 )
 from so_tui.ui.messages import Failed, answer, reporting
-from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
+from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider, command_key
+from so_tui.ui.widgets import Divider, keys
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -145,26 +144,7 @@ class ConfigureScreen(ResizablePage):
         "does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
-    BINDINGS = [
-        command_key("l,f5", "launch", "Launch", "Start this run (asks once)", display="l/F5"),
-        command_key("ctrl+s", "save", "Save", "Save these settings as a preset"),
-        command_key("equals_sign", "differences", "Changes", "What differs from the preset"),
-        command_key("u", "reset", "Undo", "Undo your changes; once more, use the preset as it is"),
-        command_key(
-            "d",
-            "preview_data",
-            "Data",
-            "See the data as the model will: rows, lengths, packing, what is dropped",
-        ),
-        command_key("y", "copy", "Copy", "Copy the exact command that would be started"),
-        command_key("slash", "find", "Find", "Find a field by its name"),
-        command_key(
-            "k", "what_if", "What if", "Step ratio and Adam cores with left and right", show=False
-        ),
-        Binding("down", "field(1)", "Next field", show=False),
-        Binding("up", "field(-1)", "Field before", show=False),
-        OTHER_MACHINE,
-    ]
+    BINDINGS = keys("configure", "other-machine")
 
     form = getters.query_one(FormPanel)
     plan = getters.query_one(PlanPanel)

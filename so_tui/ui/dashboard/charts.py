@@ -14,7 +14,6 @@ from textual.containers import Container
 from so_tui.runs.results import mean_name
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
-    PAGE_KEYS,
     ROOMY,
     ChartLayout,
     sampled_lines,
@@ -27,7 +26,6 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, distinct, faint, in_rows, reading_text, wrapped
 from so_tui.ui.textual_fixes import CachedLinesMixin
-from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
@@ -59,47 +57,6 @@ class ChartPanel(Container, CachedLinesMixin):
     """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of
     ``Chart``.
     """
-
-    KEYS = (
-        command_key(
-            "M", "metrics", "Metrics", "Choose what the charts show, and how it is smoothed"
-        ),
-        command_key("G", "grid", "Grid", "Rows and columns of charts, 1x1 to 3x3", show=False),
-        *PAGE_KEYS,
-        command_key(
-            "w", "smooth(1)", "Smoothing", "Mean of the last steps, or EMA 0 to 0.99", show=False
-        ),
-        command_key(
-            "W",
-            "smooth(-1)",
-            "Less smoothing",
-            "Back to the smoothing before",
-            id="smooth-less",
-            show=False,
-        ),
-        command_key(
-            "L", "log_scale", "Log y", "Logarithmic y axis of the chart with the focus", show=False
-        ),
-        command_key(
-            "R", "robust_scale", "Robust y", "Leave outliers out of its y axis", show=False
-        ),
-        command_key(
-            "H",
-            "hardware",
-            "Hardware",
-            "What GPUs and nodes did instead of metrics; again: back",
-            show=False,
-        ),
-        command_key(
-            "E",
-            "export",
-            "Export",
-            "The chart with the focus as SVG, its values as CSV",
-            show=False,
-        ),
-        command_key("v", "overlay", "Overlay", "Lay other runs over every chart", show=False),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     def __init__(self, layout: ChartLayout) -> None:
         self.chart_layout = layout

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
@@ -38,6 +37,7 @@ from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
+from so_tui.ui.widgets import keys
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -60,13 +60,7 @@ class AnswersScreen(ModalScreen[None]):
     """Shows the newest answers, and those of earlier steps with left and right."""
 
     CSS_PATH = "../dialogs.tcss"
-    BINDINGS = [
-        Binding("escape,q,p", "dismiss(None)", "Close"),
-        Binding("left", "go(-1)", "Step before"),
-        Binding("right", "go(1)", "Next step"),
-        Binding("home", "go(-1000)", "First"),
-        Binding("end", "go(1000)", "Newest"),
-    ]
+    BINDINGS = keys("answers")
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

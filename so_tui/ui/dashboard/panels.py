@@ -11,7 +11,6 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
@@ -32,7 +31,7 @@ from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
-from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
+from so_tui.ui.widgets import BOTTOM, Rule, framed, keys
 from so_tui.units import percent, plural, thousands
 
 # The dashboard's details at the right of a wide terminal: everything that was recorded of one
@@ -151,20 +150,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         "bad": "color: $error",
     }
     COMPONENT_CLASSES = {f"log--{role}" for role in ROLES}
-    BINDINGS = [
-        Binding("end", "follow", "Follow", show=False),
-        command_key(
-            "n", "next_match(1)", "Next match", "Next line with the searched text", show=False
-        ),
-        command_key(
-            "N",
-            "next_match(-1)",
-            "Previous match",
-            "Line before with the searched text",
-            id="previous-match",
-            show=False,
-        ),
-    ]
+    BINDINGS = keys("log")
     DEFAULT_CSS = "LogView { height: 1fr; background: $background;" + role_css("log", ROLES) + "}"
 
     following = reactive(True)
@@ -332,12 +318,6 @@ class LogPanel(KeptVertical):
     """Follows the end of the log until the reader scrolls up, and goes through the lines that
     contain a text.
     """
-
-    KEYS = (
-        command_key("slash", "find", "Search", "n and N go to the next and previous match"),
-        command_key("f", "follow", "Follow log", "Back to the newest line", show=False),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     heading = getters.child_by_id("log-rule", Rule)
     lines = getters.query_one("#log", LogView)

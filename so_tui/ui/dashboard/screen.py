@@ -17,7 +17,6 @@ from functools import partial
 
 from msgspec import structs
 from textual import events, getters, on, work
-from textual.binding import Binding, BindingType
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import Input, Static
@@ -49,7 +48,7 @@ from so_tui.ui.run_status import anatomy_lines
 from so_tui.ui.snapshot import Position, Snapshot
 from so_tui.ui.text import Content, shows_ascii
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
-from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
+from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed, keys
 
 LEAST_ROWS = 7
 """Rows of a chart where several stand above each other."""
@@ -66,18 +65,6 @@ EMPTY = (
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a "
     "run."
 )
-AXIS_KEYS: tuple[BindingType, ...] = (
-    command_key("x", "axis", "Axis", "Steps or time on the axis of all charts"),
-    command_key("z,plus", "zoom(0.5)", "Zoom", "Zoom in (also + and the wheel)", display="z"),
-    command_key("Z,minus", "zoom(2)", "Zoom out", "Also -", id="zoom-out", display="Z", show=False),
-    command_key("0", "whole", "Whole run", show=False),
-    command_key("i", "inspect", "Inspect", "A cursor on all charts; arrows move it, shift by ten"),
-    Binding("left", "point(-1)", "Cursor left", show=False),
-    Binding("right", "point(1)", "Cursor right", show=False),
-    Binding("shift+left", "point(-10)", "Cursor far left", show=False),
-    Binding("shift+right", "point(10)", "Cursor far right", show=False),
-)
-"""Keys of the axis."""
 
 
 class DashboardScreen(ResizablePage):
@@ -95,55 +82,7 @@ class DashboardScreen(ResizablePage):
         "its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs "
         "Adam, m the training process. Leaving this screen does not touch the run."
     )
-    BINDINGS = [
-        command_key(
-            "s",
-            "to_run('stop')",
-            "Stop",
-            "Save and stop the run (asks; No is the default)",
-            id="stop",
-        ),
-        command_key(
-            "c",
-            "to_run('checkpoint')",
-            "Save now",
-            "Save a checkpoint after this step, and continue",
-            id="checkpoint",
-        ),
-        command_key(
-            "r",
-            "to_run('resume')",
-            "Resume",
-            "Continue from the last checkpoint of a run that has ended",
-            id="resume",
-        ),
-        *AXIS_KEYS,
-        command_key("m", "maximise(False)", "Back", "All panels again", id="restore"),
-        command_key(
-            "m", "maximise(True)", "Maximise", "The panel with the focus, whole; again or esc: back"
-        ),
-        *LogPanel.KEYS,
-        *ChartPanel.KEYS,
-        *NumaPanel.KEYS,
-        command_key(
-            "equals_sign",
-            "to_run('differences')",
-            "Settings",
-            "What differs from the preset's defaults",
-            id="differences",
-            show=False,
-        ),
-        command_key(
-            "p",
-            "answers",
-            "Prompts",
-            "What the model answered to the prompts of the preset",
-            show=False,
-        ),
-        command_key(
-            "y", "to_run('copy')", "Copy path", "Copy the path of the run", id="copy", show=False
-        ),
-    ]
+    BINDINGS = keys("dashboard", "pages", "charts", "nodes", "more-of-a-run")
 
     SIZES = ("charts", "nodes", "side")
 

@@ -24,7 +24,6 @@ from so_tui.runs.records import Sample
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
-    PAGE_KEYS,
     hardware_keys,
     sampled_lines,
     samples_of,
@@ -122,8 +121,6 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS = (*NumaPanel.KEYS, *PAGE_KEYS)
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     numa = getters.query_one(NumaPanel)
     row = getters.child_by_id("host-charts", Horizontal)

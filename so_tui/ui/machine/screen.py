@@ -19,10 +19,10 @@ from textual.worker import Worker
 
 from so_tui.machine.types import Software
 from so_tui.ui.machine.host import HostPanel, Monitor
-from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.page import Page
 from so_tui.ui.snapshot import HostView
 from so_tui.ui.text import Content, faint, finding_content, in_rows, wrapped
-from so_tui.ui.widgets import Rule, command_key
+from so_tui.ui.widgets import Rule, keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -85,24 +85,7 @@ class MachineScreen(Page):
         "slow down or stop a run. Beside it, or with H: what it does now, its nodes and GPUs over "
         "the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
-    BINDINGS = [
-        command_key(
-            "H",
-            "hardware",
-            "Hardware, doctor",
-            "What this host is made of and doctor's findings, or what it does now",
-        ),
-        command_key("y", "copy", "Copy remedy", "Copy the remedy of the finding that is selected"),
-        command_key("b", "distances", "Distances", "NUMA distances of each node"),
-        command_key(
-            "g", "inspect_again", "Inspect again", "Inspect this machine and ask doctor again"
-        ),
-        command_key(
-            "e", "validation", "Validation", "What `so-tui validate` measured here, beside the plan"
-        ),
-        *HostPanel.KEYS,
-        OTHER_MACHINE,
-    ]
+    BINDINGS = keys("machine", "nodes", "pages", "other-machine")
 
     host = getters.query_one(HostPanel)
     about = getters.query_one("#about", Vertical)

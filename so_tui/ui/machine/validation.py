@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.markdown import Markdown as RichMarkdown
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import ScrollableContainer, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Markdown, Static
@@ -19,6 +18,7 @@ from so_tui.spec.errors import InputError
 from so_tui.ui.dialogs import CLOSE, button
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, faint
+from so_tui.ui.widgets import keys
 from so_tui.units import duration
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ValidationScreen(ModalScreen[None]):
     """The report in the user's folder, also while it is being written."""
 
     CSS_PATH = "validation.tcss"
-    BINDINGS = [Binding("escape,q", "dismiss(None)", "Back")]
+    BINDINGS = keys("validation")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

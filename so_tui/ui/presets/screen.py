@@ -14,11 +14,11 @@ from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure, reporting
-from so_tui.ui.page import OTHER_MACHINE, FiltersTable
+from so_tui.ui.page import FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
-from so_tui.ui.widgets import FindField, command_key, framed
+from so_tui.ui.widgets import FindField, framed, keys
 from so_tui.units import count, plural, rate, thousands
 
 if TYPE_CHECKING:
@@ -94,11 +94,7 @@ WIDE, SPACIOUS = 112, 132
 class _PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
-    BINDINGS = [
-        command_key(
-            "enter", "select_cursor", "Configure", "Change its settings before it runs", id="open"
-        )
-    ]
+    BINDINGS = keys("table-of-presets")
 
     _shown: Sequence[PlanRow] = ()
     _counts: tuple[int, ...] = ()
@@ -245,40 +241,7 @@ class PresetsScreen(FiltersTable):
         "none: all on the GPU), and the predicted tokens per second. ★ marks the recommended "
         "number of GPUs."
     )
-    BINDINGS = [
-        command_key(
-            "l,f5",
-            "launch",
-            "Launch",
-            "Start this preset on this machine (asks once); F5 does the same",
-        ),
-        command_key("d", "preview_data", "Data", "See its data as the model will"),
-        command_key("a", "add", "Add model", "Make a preset of any model: a hub id or a folder"),
-        command_key(
-            "D,delete",
-            "delete",
-            "Delete",
-            "Delete a preset of your own (asks)",
-            show=False,
-        ),
-        OTHER_MACHINE,
-        command_key(
-            "t",
-            "train_tiny",
-            "Train tiny",
-            "Train the embedded tiny model on this machine now",
-            show=False,
-        ),
-        command_key(
-            "P",
-            "configure('slurm.partition')",
-            "Partition",
-            "Choose the Slurm partition that a run is submitted to",
-            id="partition",
-            show=False,
-        ),
-        command_key("slash", "find", "Filter", "Show only models whose name contains a text"),
-    ]
+    BINDINGS = keys("presets", "other-machine", "more-presets")
 
     table = getters.query_one(_PresetTable)
     about_machine = getters.query_one("#about-machine", Static)

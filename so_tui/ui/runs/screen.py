@@ -20,7 +20,7 @@ from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
 from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider, FindField, command_key
+from so_tui.ui.widgets import Divider, FindField, keys
 from so_tui.units import thousands
 
 EMPTY = (
@@ -45,69 +45,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         "them."
     )
     SIZES = ("run", "run_beside")
-    BINDINGS = [
-        command_key("space", "mark", "Mark", "Overlay the losses of marked runs; = compares them"),
-        command_key(
-            "E", "export", "Export", "The model, every step (CSV, Parquet), or the chart (SVG)"
-        ),
-        command_key(
-            "S",
-            "sort",
-            "Sort",
-            "By start, name, model, state, host, step, losses or speed; kept",
-            show=False,
-        ),
-        command_key("V", "group", "Group", "By model, state, tag or host; kept", show=False),
-        command_key(
-            "s",
-            "to_run('stop')",
-            "Stop",
-            "Save and stop the run (asks; No is the default)",
-            id="stop",
-        ),
-        command_key(
-            "r", "to_run('resume')", "Resume", "Continue from its last checkpoint", id="resume"
-        ),
-        command_key(
-            "D,delete",
-            "to_run('delete')",
-            "Delete",
-            "Delete the run's folder (asks; never a live one)",
-            id="delete",
-            display="D",
-        ),
-        command_key(
-            "equals_sign",
-            "differences",
-            "Compare",
-            "Settings that differ, and results, of all marked runs; of one run, its settings",
-        ),
-        command_key(
-            "slash",
-            "find",
-            "Filter",
-            "Show only runs whose name, model or state contains a text",
-        ),
-        command_key("T", "to_run('note')", "Note", "Write a note and tags on the run", id="note"),
-        command_key(
-            "C",
-            "to_run('chat')",
-            "Chat",
-            "Talk to its last checkpoint, beside the model that it began with",
-            id="chat",
-            show=False,
-        ),
-        command_key(
-            "A",
-            "to_run('attempts')",
-            "Earlier logs",
-            "What the processes of earlier attempts wrote last",
-            id="attempts",
-            show=False,
-        ),
-        command_key("L", "log_scale", "Log y", show=False),
-        command_key("y", "to_run('copy')", "Copy path", id="copy", show=False),
-    ]
+    BINDINGS = keys("runs")
 
     table = getters.query_one(RunTable)
     preview = getters.query_one(RunPreview)
