@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import getters, on, work
-from textual.app import ComposeResult, SuspendNotSupported
+from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -58,6 +58,17 @@ def dialog(
     heading = Static(Content(title) if isinstance(title, str) else title, classes="dialog-title")
     row = Horizontal(*buttons, classes="dialog-buttons")
     return Vertical(heading, *parts, row, classes=classes)
+
+
+def show_dialog(
+    app: App[Any], dialog: ModalScreen[Answer | None], then: Callable[[Answer], object]
+) -> None:
+    """Show ``dialog``, and hand over what was answered, unless it was left."""
+
+    def answered(answer: Answer | None) -> Any:
+        return None if answer is None else then(answer)
+
+    app.push_screen(dialog, answered)
 
 
 class Question(ModalScreen[bool]):

@@ -177,12 +177,9 @@ class SettingsApp(FixedApp[None]):
     # Commands.
 
     def action_settings(self) -> None:
-        from so_tui.ui.dialogs import SettingsDialog
+        from so_tui.ui.dialogs import SettingsDialog, show_dialog
 
-        self.push_screen(
-            SettingsDialog(self.settings, self.available_themes),
-            lambda changes: self.keep(changes) if changes else None,
-        )
+        show_dialog(self, SettingsDialog(self.settings, self.available_themes), self.keep)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "vim":

@@ -8,9 +8,9 @@ Two themes are for eyes that dark and light do not suit: one of high contrast, a
 all kinds of colour vision tell apart. Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1),
 and distances between the colours of parts, simulated for protanopia, deuteranopia and tritanopia.
 
-All colours, which are in ``themes.toml``, sit on the xterm 256-colour cube, so a terminal or multiplexer that rounds to 256
-colours shows the same picture. Verdicts are told apart by lightness and by blue against red, which
-colour-blind eyes keep; a sign or a word always stands beside them.
+All colours, which ``themes.toml`` lists, sit on the xterm 256-colour cube, so a terminal or
+multiplexer that rounds to 256 colours shows the same picture. Verdicts are told apart by lightness
+and by blue against red, which colour-blind eyes keep; a sign or a word always stands beside them.
 """
 
 from __future__ import annotations

@@ -257,24 +257,20 @@ class ChatScreen(Screen[None]):
             self.dismiss(None)
 
     def action_sampling(self) -> None:
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
-        def answered(sampling: Sampling | None) -> None:
-            if sampling is not None:
-                self._sampling = sampling
-                self._show_sampling()
+        def answered(sampling: Sampling) -> None:
+            self._sampling = sampling
+            self._show_sampling()
 
-        hint = "temperature=0 takes the most probable token; the same seed gives the same answer"
-        self.app.push_screen(
-            AskText(
-                "Sampling",
-                hint,
-                Input(_sampling_text(self._sampling), compact=True),
-                yes="Use",
-                read=_read_sampling,
-            ),
-            answered,
+        dialog = AskText(
+            "Sampling",
+            "temperature=0 takes the most probable token; the same seed gives the same answer",
+            Input(_sampling_text(self._sampling), compact=True),
+            yes="Use",
+            read=_read_sampling,
         )
+        show_dialog(self.app, dialog, answered)
 
     def action_forget(self) -> None:
         if not self.writing:

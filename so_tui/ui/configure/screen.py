@@ -405,7 +405,7 @@ class ConfigureScreen(ResizablePage):
         again before another preset is replaced.
         """
         from so_tui.spec import check_user_name, save_preset
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
         app, presets = self.app, self.app.presets
 
@@ -420,9 +420,7 @@ class ConfigureScreen(ResizablePage):
                     app.drafts.pop(saved, None)
                 self.edit(name)
 
-        def named(name: str | None) -> None:
-            if not name:
-                return
+        def named(name: str) -> None:
             taken = presets.get(name)
             if taken is None or name == base:
                 save(name)
@@ -434,9 +432,14 @@ class ConfigureScreen(ResizablePage):
             check_user_name(name, presets)
             return name
 
-        hint = "A short name: small letters, digits, - . _"
-        entry = Input(f"{base}-mine", compact=True)
-        app.push_screen(AskText("Save as preset", hint, entry, yes="Save", read=read), named)
+        dialog = AskText(
+            "Save as preset",
+            "A short name: small letters, digits, - . _",
+            Input(f"{base}-mine", compact=True),
+            yes="Save",
+            read=read,
+        )
+        show_dialog(app, dialog, named)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""

@@ -429,17 +429,16 @@ class DashboardScreen(ResizablePage):
     def action_metrics(self) -> None:
         listed = self.charts.wanted_layout
 
-        async def chosen(layout: ChartLayout | None) -> None:
-            if layout is None:
-                return
+        async def chosen(layout: ChartLayout) -> None:
             if layout.shown == listed.shown:
                 # Charts that replace those of GPUs here are not chosen for runs with GPUs.
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 
         from so_tui.ui.dashboard.dialogs import ChooseMetrics
+        from so_tui.ui.dialogs import show_dialog
 
-        self.app.push_screen(ChooseMetrics(listed), chosen)
+        show_dialog(self.app, ChooseMetrics(listed), chosen)
 
     def action_export(self) -> None:
         if self.snapshot is not None and (chart := self.charts.focused) is not None:
@@ -448,15 +447,15 @@ class DashboardScreen(ResizablePage):
             ask_to_export_chart(self, chart, self.snapshot, self.overlays)
 
     def action_overlay(self) -> None:
-        def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
-            if runs is not None:
-                self.chosen = runs
-                self.tick()
+        def chosen(runs: tuple[RunDirectory, ...]) -> None:
+            self.chosen = runs
+            self.tick()
 
         from so_tui.ui.dashboard.dialogs import ChooseRuns
+        from so_tui.ui.dialogs import show_dialog
 
         rows = [row for row in self.app.runs if row.run != self.run_shown]
-        self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
+        show_dialog(self.app, ChooseRuns(rows, self.chosen), chosen)
 
     # The panels.
 
@@ -561,7 +560,7 @@ class DashboardScreen(ResizablePage):
 
     def action_to_run(self, name: str) -> None:
         if self.run_shown is not None:
-            run_actions.ACTIONS[name](self.app, self.run_shown)
+            run_actions.act(self.app, name, self.run_shown)
 
     def action_answers(self) -> None:
         from so_tui.ui.dashboard.dialogs import AnswersScreen

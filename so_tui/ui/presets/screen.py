@@ -456,7 +456,7 @@ class PresetsScreen(FiltersTable):
     def action_add(self) -> None:
         """Make a preset of any model, whose shape a helper process reads."""
         from so_tui.spec import SoTuiError, create_preset
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
         def read(model: str, name: str) -> tuple[str, Sequence[str]]:
             from so_tui.launch.helper_jobs import describe_model  # in the thread: it takes a while
@@ -468,9 +468,7 @@ class PresetsScreen(FiltersTable):
                 create_preset(described.spec)
             return described.spec.name, described.notes
 
-        def added(described: tuple[str, Sequence[str]] | None) -> None:
-            if described is None:
-                return
+        def added(described: tuple[str, Sequence[str]]) -> None:
             name, notes = described
             for note in notes:
                 self.app.notify(note, markup=False)
@@ -490,7 +488,7 @@ class PresetsScreen(FiltersTable):
             may_be_empty=True,
             slow="reading the shape of {} …",
         )
-        self.app.push_screen(dialog, added)
+        show_dialog(self.app, dialog, added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):

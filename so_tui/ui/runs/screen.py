@@ -186,7 +186,7 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def action_to_run(self, name: str) -> None:
         if (run := self.chosen_run) is not None:
-            run_actions.ACTIONS[name](self.app, run)
+            run_actions.act(self.app, name, run)
 
     def action_mark(self) -> None:
         run = self.chosen_run
@@ -202,7 +202,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         if len(self._marked) >= 2:
             self._compare([row for run in self._marked for row in self.app.runs if row.run == run])
         elif (run := self._marked[0] if self._marked else self.chosen_run) is not None:
-            run_actions.show_settings(self.app, run)
+            run_actions.act(self.app, "differences", run)
 
     def _compare(self, rows: list[RunRow]) -> None:
         from so_tui.ui.dialogs import Notice
