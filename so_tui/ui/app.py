@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen, ScreenResultType
@@ -50,12 +50,6 @@ def _make_page(name: str, title: str) -> Page:
     return page
 
 
-MODES: dict[str, str | Callable[[], Screen[None]]] = {
-    name: partial(_make_page, name, title) for name, title in PAGES
-}
-"""How to make each page, as ``App.MODES`` takes it."""
-
-
 RUNS_POLL_S = 2.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
@@ -82,7 +76,9 @@ class SoTuiApp(SharedApp):
 
     TITLE = "so-tui"
     CSS_PATH = "app.tcss"
-    MODES = MODES
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {
+        name: partial(_make_page, name, title) for name, title in PAGES
+    }
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]
     BINDINGS = keys("application")
@@ -277,7 +273,14 @@ class SoTuiApp(SharedApp):
         own.
         """
 
-        yield from _commands(self, screen)
+        for node, binding, enabled in _bindings(screen):
+            if enabled:
+                go = "Go to " if binding.action.startswith("show(") else ""
+                title = f"{go}{binding.description}"
+                more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
+                key = self.get_key_display(binding)
+                action = partial(self.run_action, binding.action, node)
+                yield SystemCommand(title, f"{more}key {key}", action)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
         yield SystemCommand(
             "Screenshot",
@@ -328,19 +331,3 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
             ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
         )
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
-
-
-def _commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
-    """Yield a palette command for every enabled binding of the screen and the application."""
-    for node, binding, enabled in _bindings(screen):
-        if enabled:
-            key = app.get_key_display(binding)
-            title = (
-                f"Go to {binding.description}"
-                if binding.action.startswith("show(")
-                else binding.description
-            )
-            more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
-            yield SystemCommand(
-                title, f"{more}key {key}", partial(app.run_action, binding.action, node)
-            )

@@ -92,6 +92,7 @@ WIDE = 160
 """Columns of a terminal from which on three charts stand beside each other, unless another grid was
 chosen.
 """
+Ema = Annotated[float, msgspec.Meta(ge=0, le=MOST_EMA)] | None
 Flag = Literal["log", "robust"]
 _Side = Annotated[int, msgspec.Meta(ge=1, le=3)]
 
@@ -103,7 +104,7 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of metrics in their order."""
     grid: tuple[_Side, _Side] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
-    ema: Annotated[float, msgspec.Meta(ge=0, le=MOST_EMA)] | None = None
+    ema: Ema = None
     """Weight of the past in an exponential moving average; None: the mean of the last steps."""
     log: _Names = ()
     """Metrics with a logarithmic scale."""
@@ -197,8 +198,6 @@ def load_layout() -> ChartLayout:
     """Return the remembered layout, without metrics that this version does not know."""
     try:
         found = read_json(_layout_path(), ChartLayout)
-    except FileNotFoundError:
-        return ChartLayout()
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
-from textual.worker import Worker
 
 from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import RunSpec, SoTuiError
-from so_tui.ui.dialogs import CLOSE, button
+from so_tui.ui.dialogs import CLOSE, Dialog, button
 from so_tui.ui.form import problem_texts
-from so_tui.ui.lines import fill
-from so_tui.ui.messages import code_refused, unexpected_error
+from so_tui.ui.lines import fill_pieces
+from so_tui.ui.messages import code_refused
 from so_tui.ui.plan_view import data_name
 from so_tui.ui.text import Content, faint, in_rows, shorten_path
 from so_tui.ui.widgets import Rule, keys
@@ -139,7 +137,7 @@ WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
 
-class DataPreviewScreen(ModalScreen[None]):
+class DataPreviewScreen(Dialog[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
     CSS_PATH = "data_preview.tcss"
@@ -184,26 +182,23 @@ class DataPreviewScreen(ModalScreen[None]):
                 else:
                     self.call_later(self._show_preview, event)
         except SoTuiError as error:
-            self.call_later(self._show_failure, problem_texts(error))
+            self.call_later(self.fail, problem_texts(error))
             if refused := code_refused(self.app, "No data read", error, self.action_again):
                 self.app.post_message(refused)
-
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self.call_later(self._show_failure, text)
 
     def _show_progress(self, progress: Progress) -> None:
         status = faint(f"{progress.message} …   esc cancels")
         if progress.total_rows:
-            status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
+            done = fill_pieces(progress.done_rows / progress.total_rows, 24, "$accent")
+            status = Content.assemble(*done, "  ", status)
         self._show_status(status)
 
-    async def _show_failure(self, problems: str) -> None:
+    async def fail(self, problem: str) -> None:
         """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
-        await self._show([Static(Content(problems), classes="preview-part")])
+        await self._show([Static(Content(problem), classes="preview-part")])
 
     async def _show_preview(self, preview: DataPreview) -> None:
         self._preview = preview

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import getters, on, work
@@ -26,16 +26,11 @@ from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
 from so_tui.ui.themes import THEMES
 from so_tui.ui.widgets import keys
+from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.launch.slurm.script import Draft
     from so_tui.plan.plan import Launch
-
-_STYLES = Path(__file__).with_name("dialogs.tcss")
-"""Absolute, because dialogs of screens inherit it and Textual looks beside the class that is
-shown.
-"""
-
 
 Answer = TypeVar("Answer")
 
@@ -71,12 +66,32 @@ def show_dialog(
     app.push_screen(dialog, answered)
 
 
-class Question(ModalScreen[bool]):
+class Dialog(ModalScreen[Answer]):
+    """A dialog, which says itself if what it does in a thread fails unexpectedly."""
+
+    CSS_PATH: ClassVar[str | Path] = Path(__file__).with_name("dialogs.tcss")
+    """Absolute, because dialogs of screens inherit it and Textual looks beside the class that is
+    shown.
+    """
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if text := unexpected_error(event):
+            self.call_later(self.fail, text)
+
+    def fail(self, problem: str) -> Any:
+        """Show why nothing comes of it."""
+        self.say(wrong(problem))
+
+    def say(self, text: Content | str) -> None:
+        """Show a line below what was asked."""
+        self.query_one("#said", Static).update(text)
+
+
+class Question(Dialog[bool]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and
     enter answers no.
     """
 
-    CSS_PATH = _STYLES
     BINDINGS = keys("question")
 
     def __init__(
@@ -116,7 +131,7 @@ class Question(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class AskText(ModalScreen[Answer | None]):
+class AskText(Dialog[Answer | None]):
     """Asks for a line of text, or for a few. The result is what ``read`` returns for them, or None
     when the dialog was cancelled.
 
@@ -124,7 +139,6 @@ class AskText(ModalScreen[Answer | None]):
     down, is entered into the field.
     """
 
-    CSS_PATH = _STYLES
     BINDINGS = keys("text")
 
     def __init__(
@@ -203,36 +217,29 @@ class AskText(ModalScreen[Answer | None]):
             return
         if self._slow and texts[0]:
             self._reading = True
-            self._say(faint(self._slow.format(texts[0])))
+            self.say(faint(self._slow.format(texts[0])))
             self._judge_in_thread(texts)
         else:
             self._judge(texts)()
 
-    def _judge(self, texts: Sequence[str]) -> Callable[[], None]:
+    def _judge(self, texts: Sequence[str]) -> Callable[[], object]:
         """Read the texts, and return what to do then."""
         try:
             return partial(self._accept, self._read(*texts))
         except SoTuiError as error:
-            return partial(self._reject, problem_texts(error))
+            return partial(self.fail, problem_texts(error))
 
     @work(thread=True, group="ask", name="read an answer", exit_on_error=False)
     def _judge_in_thread(self, texts: Sequence[str]) -> None:
         answer(self, self._judge(texts))
 
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self._reject(text)
-
     def _accept(self, answer: Answer) -> None:
-        self.dismiss(answer)
+        self.dismiss(answer)  # which is not awaited
 
-    def _reject(self, problem: str) -> None:
+    def fail(self, problem: str) -> None:
         self._reading = False
-        self._say(wrong(problem))
+        super().fail(problem)
         self.set_focus(self._entries[0])
-
-    def _say(self, text: Content) -> None:
-        self.query_one("#said", Static).update(text)
 
 
 Laid = Callable[[int], str | Content]
@@ -256,12 +263,11 @@ class _LaidOut(Static):
         self.update(self._laid(self.size.width))
 
 
-class Notice(ModalScreen[bool]):
+class Notice(Dialog[bool]):
     """What happened, why, and what to do next. The result is True when the offered action was
     chosen.
     """
 
-    CSS_PATH = _STYLES
     BINDINGS = keys("notice")
 
     def __init__(
@@ -455,10 +461,9 @@ MORE = (
 _LABEL = 16
 
 
-class SettingsDialog(ModalScreen[dict[str, Any] | None]):
+class SettingsDialog(Dialog[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
-    CSS_PATH = _STYLES
     BINDINGS = keys("settings")
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
@@ -573,18 +578,22 @@ class TickList(OptionList, Generic[Item]):
 # A dialog in which things are ticked, filtered while something is typed.
 
 
-class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
+class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that
     builds on it composes.
     """
 
-    CSS_PATH = _STYLES
     BINDINGS = keys("tick-dialog")
 
     ticks = getters.query_one(TickList)
 
+    def __init__(self, items: Sequence[tuple[Item, Content, str]], noun: str) -> None:
+        """Let these items be ticked, each with its text and with what the filter looks for."""
+        self._items, self._noun = items, noun
+        super().__init__()
+
     def on_mount(self) -> None:
-        self.list_matching("")
+        self._list("")
 
     def buttons(self, yes: str) -> list[Button]:
         """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
@@ -593,21 +602,19 @@ class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
             button("No change  esc", "no", CLOSE),
         ]
 
-    def list_matching(self, text: str) -> None:
-        """List what matches the text of the filter."""
-        raise NotImplementedError
+    def _list(self, wanted: str) -> None:
+        found = [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
+        self.ticks.list_items(found)
+        self.tell()
 
-    def say(self, text: Content | str) -> None:
-        """Show a line below the list."""
-        self.query_one("#said", Static).update(text)
-
-    def action_apply(self) -> None:
-        """Leave with what is ticked."""
-        raise NotImplementedError
+    @on(TickList.Changed)
+    def tell(self) -> None:
+        ticked = f"{plural(len(self.ticks.ticked), self._noun)} ticked"
+        self.say(ticked if self._items else f"There is no other {self._noun} yet.")
 
     @on(Input.Changed, "#filter")
     def _filtered(self, event: Input.Changed) -> None:
-        self.list_matching(event.value)
+        self._list(event.value)
 
     @on(Input.Submitted, "#filter")
     def _to_the_list(self) -> None:

@@ -114,13 +114,13 @@ class _Navigation(CachedLinesMixin):
         return left
 
     def _tabs(self, titles: Mapping[str, str]) -> Content:
-        pieces: list[str] = []
+        pieces = []
         for number, (name, _) in enumerate(PAGES, 1):
-            tab = f" {number} {titles.get(name, '')}".rstrip() + " "
+            style = f"@click=app.show('{name}')"
             if name == self._current:
-                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background]{tab}[/]")
-            else:
-                pieces.append(f"[@click=app.show('{name}')]{tab}[/]")
+                style = "b $block-cursor-foreground on $block-cursor-background"
+            tab = f" {number} {titles.get(name, '')}".rstrip()
+            pieces.append(f"[{style}]{tab} [/]")
         return Content.from_markup(" ".join(pieces))
 
 
@@ -168,17 +168,10 @@ class Page(StylesFocus[None], CachedLinesMixin):
             self._left = self.focused
             self.set_focus(None)
 
-    def focus_next(self, selector: str | type[Widget] = "*") -> Widget | None:
-        self._back_to_the_left_field()
-        return super().focus_next(selector)
-
-    def focus_previous(self, selector: str | type[Widget] = "*") -> Widget | None:
-        self._back_to_the_left_field()
-        return super().focus_previous(selector)
-
-    def _back_to_the_left_field(self) -> None:
+    def _move_focus(self, direction: int = 0, selector: str | type[Widget] = "*") -> Widget | None:
         if self.focused is None and self._left in self.focus_chain:
             self.set_focus(self._left)
+        return super()._move_focus(direction, selector)
 
 
 class FiltersTable(Page):

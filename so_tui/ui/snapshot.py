@@ -384,8 +384,7 @@ class Loads:
         if first == len(steps_at) or steps_at[first] >= latest.time:
             return
         for host in self._latest.keys() - self._means.keys():
-            history = self._reader.samples[host]
-            parts = history.history(steps_at[first], latest.time, HISTORY_ROWS)
+            parts = self._reader.samples[host].history(steps_at[first], latest.time, HISTORY_ROWS)
             some = []
             while chunk := list(islice(parts, ROLLED_UP)):
                 some.append(roll_up(chunk))

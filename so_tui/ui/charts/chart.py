@@ -28,7 +28,6 @@ from so_tui.ui.charts.drawing import (
     joined,
     plot_key,
     plot_rows,
-    role_css,
     spans,
     value_at,
     with_cursor,
@@ -267,68 +266,42 @@ class Chart(DrawnRowsMixin, can_focus=True):
     """Whether the click that follows was a drag."""
 
     @dataclass
-    class CursorMoved(Message):
-        """A position on the axis was clicked."""
+    class Moved(Message):
+        """The mouse asks for another view: by a method of the dashboard's ``View``, with what it
+        takes beside the extent.
+        """
 
-        x: float
-
-    @dataclass
-    class Zoomed(Message):
-        """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
-
-        factor: float
-        x: float
-
-    @dataclass
-    class Ranged(Message):
-        """A range of the axis was dragged over."""
-
-        low: float
-        high: float
-
-    @dataclass
-    class Panned(Message):
-        """The axis was pushed by a share of its width."""
-
-        share: float
+        how: Literal["at", "zoomed", "ranged", "panned"]
+        values: dict[str, float]
 
     ROLES = {
-        "raw": "color: $raw-line",
-        "main": "color: $accent",
-        "second": "color: $secondary",
-        "third": "color: $exposed",
-        "fourth": "color: $success",
-        "gpu": "color: $gpu",
-        "memory": "color: $memory",
-        "adam": "color: $adam",
-        "data": "color: $data-part",
-        "forward": "color: $forward",
-        "backward": "color: $backward",
-        "exposed": "color: $exposed",
-        **{role: f"color: ${role}" for role in RUN_ROLES},
-        "band": "color: $raw-line",
-        "axis": "color: $rule",
-        "frame": "color: $rule",
-        "label": "color: $faint",
-        "mark": "color: $success",
-        "bad": "color: $error",
-        "limit": "color: $warning",
-        "cursor": "color: $warning",
-        "title": "text-style: bold",
-        "note": "color: $faint",
-        "page": "color: $faint",
+        "raw": "$raw-line",
+        "main": "$accent",
+        "second": "$secondary",
+        "third": "$exposed",
+        "fourth": "$success",
+        "gpu": "$gpu",
+        "memory": "$memory",
+        "adam": "$adam",
+        "data": "$data-part",
+        "forward": "$forward",
+        "backward": "$backward",
+        "exposed": "$exposed",
+        **{role: f"${role}" for role in RUN_ROLES},
+        "band": "$raw-line",
+        "axis": "$rule",
+        "frame": "$rule",
+        "label": "$faint",
+        "mark": "$success",
+        "bad": "$error",
+        "limit": "$warning",
+        "cursor": "$warning",
+        "title": "bold",
+        "note": "$faint",
+        "page": "$faint @click=screen.page(1)",
         "empty": "",
     }
-    COMPONENT_CLASSES = {f"chart--{role}" for role in ROLES}
-    DEFAULT_CSS = (
-        "Chart { height: 1fr; width: 1fr;"
-        + role_css("chart", ROLES)
-        + """
-        &:focus .chart--title { color: $accent; text-style: bold underline; }
-        &:focus .chart--frame { color: $accent; }
-    }
-    """
-    )
+    DEFAULT_CSS = "Chart { height: 1fr; width: 1fr; }"
 
     def __init__(self, metric: Metric, *, boxed: bool = True) -> None:
         super().__init__(id=metric.key)
@@ -353,7 +326,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
         self._shown: tuple[object, ...] = ()
-        self._role_styles = RoleStyles("chart", self.ROLES, {"page": "screen.page(1)"})
+        self._role_styles = RoleStyles(
+            self.ROLES, {"title": "bold underline $accent", "frame": "$accent"}
+        )
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
@@ -387,7 +362,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         x = self._x_at(event.x)
         if x is not None and not self._dragged and "@click" not in event.style.meta:
-            self.post_message(self.CursorMoved(x))
+            self.post_message(self.Moved("at", {"x": x}))
 
     @property
     def chosen(self) -> tuple[int, int] | None:
@@ -427,7 +402,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
             self.repaint()
         elif moved.far:
             self._dragged = True
-            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
+            share = (drag.start - moved.at) / max(1, self.columns)
+            self.post_message(self.Moved("panned", {"share": share}))
             self._drag = replace(moved, start=moved.at, moved=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
@@ -440,7 +416,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
             last = self.inset + GUTTER + self.columns - 1
             low, high = (self._x_at(min(cell, last)) for cell in chosen)
             if low is not None and high is not None:
-                self.post_message(self.Ranged(low, high))
+                self.post_message(self.Moved("ranged", {"low": low, "high": high}))
             self.repaint()
 
     @on(events.MouseScrollUp)
@@ -452,9 +428,11 @@ class Chart(DrawnRowsMixin, can_focus=True):
         sideways = isinstance(event, events.MouseScrollLeft | events.MouseScrollRight)
         x = self._x_at(event.x)
         if sideways or event.shift or event.ctrl:
-            self.post_message(self.Panned(WHEEL_PAN if forward else -WHEEL_PAN))
+            share = WHEEL_PAN if forward else -WHEEL_PAN
+            self.post_message(self.Moved("panned", {"share": share}))
         elif x is not None:
-            self.post_message(self.Zoomed(1 / WHEEL_ZOOM if forward else WHEEL_ZOOM, x))
+            factor = 1 / WHEEL_ZOOM if forward else WHEEL_ZOOM
+            self.post_message(self.Moved("zoomed", {"factor": factor, "about": x}))
         else:
             return
         event.stop()

@@ -169,8 +169,7 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
         elif choice.plan.step_s is None:
             sign = UNKNOWN
         pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
-    line = Content.assemble(*pieces, (f" {high:.2f}", "$faint"))
-    return [line, _figures(present, width)]
+    return [Content.assemble(*pieces, (f" {high:.2f}", "$faint")), _figures(present, width)]
 
 
 def _figures(choice: Choice, width: int) -> Content:

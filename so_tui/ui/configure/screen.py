@@ -318,8 +318,7 @@ class ConfigureScreen(ResizablePage):
         if self.has_class("-narrow"):
             return None
         step = -4 if panel is not None and self.plan in panel.ancestors else 4
-        most = self.size.width - LEAST_PLAN
-        return Size("form", self.form.size.width, 40, most, step=step)
+        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN, step=step)
 
     def _mark_fields(self, planned: Planned, draft: Draft) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
@@ -458,13 +457,12 @@ class ConfigureScreen(ResizablePage):
 
         if (draft := self._draft) is None:
             return
-        changed = draft.changes
-        lines = []
-        for path, text in sorted(draft.edits.items()):
-            before = draft.base_values[path] or "empty"
-            why = "" if path in changed else "   recommended"
-            lines.append(f"{path}: {before} → {text or 'empty'}{why}")
-        lines = lines or ["No field differs from the preset."]
+        changed, base = draft.changes, draft.base_values
+        lines = [
+            f"{path}: {base[path] or 'empty'} → {text or 'empty'}"
+            f"{'' if path in changed else '   recommended'}"
+            for path, text in sorted(draft.edits.items())
+        ] or ["No field differs from the preset."]
         title = f"What differs from preset {draft.base.name}"
         self.app.push_screen(Notice(title, lines, bad=False))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
-from so_tui.ui.chart_metrics import ChartLayout, hardware_keys, load_layout, save_layout
+from so_tui.ui.chart_metrics import ChartLayout, Flag, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
@@ -211,8 +211,7 @@ class DashboardScreen(ResizablePage):
         while True:
             await self._due.wait()
             self._due.clear()
-            axis = self.axis if self.view.window is not None else None
-            window = axis.in_steps() if axis is not None else None
+            window = self.axis.in_steps() if self.axis and self.view.window else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
             snapshot = await asyncio.to_thread(follower.poll, wanted, window, cursor)
@@ -224,18 +223,17 @@ class DashboardScreen(ResizablePage):
                     self._overlay_reader.read, others, charted, begun
                 )
             if follower is self._follower:
-                self.overlays = overlays
-                self._take(snapshot)
+                before, self.snapshot, self.overlays = self.snapshot, snapshot, overlays
+                self._show(snapshot)
+                if before is None or (before.live, before.deleted) != (
+                    snapshot.live,
+                    snapshot.deleted,
+                ):
+                    self.refresh_bindings()
                 if (
                     snapshot.unread_share or any(overlaid.more for overlaid in overlays)
                 ) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
-
-    def _take(self, snapshot: Snapshot) -> None:
-        before, self.snapshot = self.snapshot, snapshot
-        self._show(snapshot)
-        if before is None or (before.live, before.deleted) != (snapshot.live, snapshot.deleted):
-            self.refresh_bindings()
 
     # Drawing, and dividing the terminal between the panels.
 
@@ -246,8 +244,7 @@ class DashboardScreen(ResizablePage):
         self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
         now = time.time()
         self.header.show(snapshot, now, whole_width)
-        plain = shows_ascii(self.app)
-        self.anatomy.update(anatomy_lines(snapshot, now, width, plain=plain))
+        self.anatomy.update(anatomy_lines(snapshot, now, width, plain=shows_ascii(self.app)))
         self.log_panel.show(snapshot)
         self.legend.room = width
         self.show_charts(snapshot)
@@ -375,21 +372,10 @@ class DashboardScreen(ResizablePage):
         else:
             self.view = self._standing(self.view.pointed(columns, extent, self.charts.columns))
 
-    @on(Chart.CursorMoved)
-    def _pointed(self, message: Chart.CursorMoved) -> None:
-        self.view = self._standing(self.view.at(message.x, self._extent))
-
-    @on(Chart.Zoomed)
-    def _wheel(self, message: Chart.Zoomed) -> None:
-        self.view = self.view.zoomed(message.factor, self._extent, message.x)
-
-    @on(Chart.Ranged)
-    def _dragged(self, message: Chart.Ranged) -> None:
-        self.view = self.view.ranged(message.low, message.high, self._extent)
-
-    @on(Chart.Panned)
-    def _pushed(self, message: Chart.Panned) -> None:
-        self.view = self.view.panned(message.share, self._extent)
+    @on(Chart.Moved)
+    def _moved(self, message: Chart.Moved) -> None:
+        change: Callable[..., View] = getattr(self.view, message.how)
+        self.view = self._standing(change(extent=self._extent, **message.values))
 
     # What the charts show.
 
@@ -401,11 +387,8 @@ class DashboardScreen(ResizablePage):
         self.show_again()
         self.tick()
 
-    async def action_log_scale(self) -> None:
-        await self._arrange(self.charts.chart_layout.toggled("log", self.charts.metric.key))
-
-    async def action_robust_scale(self) -> None:
-        await self._arrange(self.charts.chart_layout.toggled("robust", self.charts.metric.key))
+    async def action_scale(self, flag: Flag) -> None:
+        await self._arrange(self.charts.chart_layout.toggled(flag, self.charts.metric.key))
 
     async def action_grid(self) -> None:
         await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))

@@ -114,13 +114,11 @@ class MachineScreen(Page):
                         yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
-        self._share_columns()
         self.watch(self.app, "machine", self._show)
         self.watch(self.app, "findings", self._show_findings)
         self.set_interval(SAMPLE_S, self.sample_soon)
 
     async def on_resize(self) -> None:
-        self._share_columns()
         self._show()
         self._show_findings()
         await self._show_host()
@@ -194,7 +192,6 @@ class MachineScreen(Page):
     async def action_hardware(self) -> None:
         """Show the other half where there is room for one."""
         self._live_first = not self._live_first
-        self._share_columns()
         self._show()
         self._show_findings()
         self.sample_soon()
@@ -212,10 +209,10 @@ class MachineScreen(Page):
     def _show(self) -> None:
         from so_tui.machine.show import tree_of, versions_of
 
+        self._share_columns()
         machine = self.app.machine
         if machine is None:
             return
-        self._share_columns()
         tree, software = self.query_one("#tree", Static), self.query_one("#software", Static)
         tree.update(in_rows(_tree_lines(tree_of(machine, distances=self._distances))))
         versions = versions_of(machine.software)

@@ -121,10 +121,16 @@ class _PresetTable(FittedTable):
         ]
         room = max([7 if wide else 5, *map(len, speeds)])
         longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
-        filled = []
-        for row in rows:
-            cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
-            filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
+        filled = [
+            (
+                row.preset,
+                [
+                    *self._model(row, longest, spacious=spacious),
+                    *(self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts),
+                ],
+            )
+            for row in rows
+        ]
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
         line = self.get_row_index(preset) if preset in self.rows else at.row
@@ -517,8 +523,7 @@ class PresetsScreen(FiltersTable):
             self.app.reload_presets()
 
         lines = [preset.path, "Runs that were started with it stay."]
-        title = f"Delete your preset {name}?"
-        self.app.ask(title, lines, delete, yes="Delete", no="No, keep it")
+        self.app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
 
     def filtered(self) -> None:
         self._fill()

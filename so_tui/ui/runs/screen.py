@@ -214,7 +214,8 @@ class RunsScreen(FiltersTable, ResizablePage):
                 f"The settings of {unreadable} cannot be read", severity="error", markup=False
             )
         else:
-            self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
+            title, table = compared
+            self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
