@@ -202,8 +202,10 @@ class SoTuiApp(SharedApp):
         from so_tui.ui.dialogs import Notice
 
         offer = message.offer
-        notice = Notice(message.title, message.lines, offer=offer.text if offer else "")
-        self.push_screen(notice, lambda taken: offer.action() if taken and offer else None)
+        self.push_screen(
+            Notice(message.title, message.lines, offer=offer.text if offer else ""),
+            lambda taken: offer.action() if taken and offer else None,
+        )
 
     # Commands.
 
@@ -228,8 +230,14 @@ class SoTuiApp(SharedApp):
                 f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
                 for preset, count in unsaved.items()
             ]
-            title = "Quit and lose unsaved changes?"
-            self.ask(title, lines, self._leave, yes="Quit", no="No, stay", id="quit")
+            self.ask(
+                "Quit and lose unsaved changes?",
+                lines,
+                self._leave,
+                yes="Quit",
+                no="No, stay",
+                id="quit",
+            )
 
     def _leave(self) -> None:
         """Leave the application, and say what goes on."""
@@ -264,9 +272,14 @@ class SoTuiApp(SharedApp):
 
         page = self.screen
         if isinstance(page, Page):
-            title = f"{dict(PAGES)[page.PAGE]}: what it is for, and its keys"
             keys = partial(key_lines, _key_groups(page))
-            self.push_screen(Notice(title, [page.HELP_TEXT, keys], bad=False))
+            self.push_screen(
+                Notice(
+                    f"{dict(PAGES)[page.PAGE]}: what it is for, and its keys",
+                    [page.HELP_TEXT, keys],
+                    bad=False,
+                )
+            )
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Yield every command of the screen and the application with its key, then Textual's

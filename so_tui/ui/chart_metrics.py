@@ -142,8 +142,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.shown != ChartLayout().shown:
             return self
-        shown = tuple("host-memory" if key == "gpu-memory" else key for key in self.shown)
-        return msgspec.structs.replace(self, shown=shown)
+        return msgspec.structs.replace(
+            self, shown=tuple("host-memory" if key == "gpu-memory" else key for key in self.shown)
+        )
 
     def page(self, number: int, width: int) -> _ChartPage:
         """Return one page of charts; numbers beyond the last page begin again with the first."""

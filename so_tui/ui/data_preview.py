@@ -221,8 +221,9 @@ class DataPreviewScreen(Dialog[None]):
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            note = Content.assemble(("note: ", "bold $warning"), warning)
-            yield Static(note, classes="preview-part")
+            yield Static(
+                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
+            )
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
         figures = _part("what happens to the rows", _facts(preview))
@@ -233,8 +234,10 @@ class DataPreviewScreen(Dialog[None]):
             else Vertical(figures, lengths, classes="preview-stack")
         )
         if len(preview.sources) > 1:
-            lines = [_source(source, width) for source in preview.sources]
-            yield _part("the mixture: share of an epoch", lines)
+            yield _part(
+                "the mixture: share of an epoch",
+                [_source(source, width) for source in preview.sources],
+            )
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
         title = "rows as the model sees them   ", "$faint"

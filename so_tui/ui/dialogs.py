@@ -603,8 +603,9 @@ class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
         ]
 
     def _list(self, wanted: str) -> None:
-        found = [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
-        self.ticks.list_items(found)
+        self.ticks.list_items(
+            [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
+        )
         self.tell()
 
     @on(TickList.Changed)

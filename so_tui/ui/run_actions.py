@@ -66,25 +66,39 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         def record(run: RunDirectory, *, assume_dead: bool) -> None:
             record_end(run)  # by the user's word, which was asked for already
 
-        proceed = partial(_change, app, run, record, "stopped", "record the end of a run")
-        _ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", proceed)
+        _ask_whether_ended(
+            app,
+            run,
+            f"{run.name} {evidence(state, seen)}.",
+            partial(_change, app, run, record, "stopped", "record the end of a run"),
+        )
         return
-    lines = [
-        f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
-        (
-            "It finishes the current step and ends. Unless the preset says otherwise, it saves a "
-            "checkpoint to resume from."
-        ),
-    ]
     stop = partial(_request, "stop", "Stopping after this step", app, run)
-    app.ask(f"Stop {run.name}?", lines, stop, yes="Stop", no="Keep running")
+    app.ask(
+        f"Stop {run.name}?",
+        [
+            f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
+            (
+                "It finishes the current step and ends. Unless the preset says otherwise, it saves "
+                "a checkpoint to resume from."
+            ),
+        ],
+        stop,
+        yes="Stop",
+        no="Keep running",
+    )
 
 
 def _ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
-    lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
     delete = partial(_change, app, run, delete_run, "deleted", "delete a run")
-    app.ask(f"Delete {run.name}?", lines, delete, yes="Delete", no="No, keep it")
+    app.ask(
+        f"Delete {run.name}?",
+        [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."],
+        delete,
+        yes="Delete",
+        no="No, keep it",
+    )
 
 
 def _ask_whether_ended(
@@ -99,14 +113,19 @@ def _ask_whether_ended(
         seen: What was seen of it.
         proceed: What to do then.
     """
-    lines = [
-        seen,
-        (
-            "If it still runs, two attempts may write the same checkpoints. Say yes only if you "
-            "know that its host is down or restarted."
-        ),
-    ]
-    app.ask(f"Has {run.name} ended?", lines, proceed, yes="It has ended", no="I do not know")
+    app.ask(
+        f"Has {run.name} ended?",
+        [
+            seen,
+            (
+                "If it still runs, two attempts may write the same checkpoints. Say yes only if "
+                "you know that its host is down or restarted."
+            ),
+        ],
+        proceed,
+        yes="It has ended",
+        no="I do not know",
+    )
 
 
 def _may_be_live(error: SoTuiError) -> bool:
@@ -206,8 +225,12 @@ def _start_resume(
 ) -> None:
     if app.may_start():
         app.starting = run.name
-        work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
-        in_thread(app, work, "resume", group="launch")
+        in_thread(
+            app,
+            partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead),
+            "resume",
+            group="launch",
+        )
 
 
 def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
@@ -228,8 +251,12 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
                 yes="Start over",
             )
         else:
-            proceed = partial(_start_resume, app, run, start_over=start_over, assume_dead=True)
-            _ask_whether_ended(app, run, str(error), proceed)
+            _ask_whether_ended(
+                app,
+                run,
+                str(error),
+                partial(_start_resume, app, run, start_over=start_over, assume_dead=True),
+            )
 
     try:
         resume(
@@ -348,8 +375,9 @@ def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
             found.append(f"`{more}` prints all of one.")
         else:
             found = [f"{run.name} has one attempt; the dashboard shows its log."]
-        notice = Notice(f"{run.name}: logs of earlier attempts", found, bad=False)
-        app.call_from_thread(app.push_screen, notice)
+        app.call_from_thread(
+            app.push_screen, Notice(f"{run.name}: logs of earlier attempts", found, bad=False)
+        )
 
     in_thread(app, read, "read earlier logs", group="request")
 
@@ -378,9 +406,14 @@ def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell
         (".parquet", "every step (with pyarrow)"),
         (".svg", "the chart as shown"),
     )
-    choices = [(f"{run.name}{ending}", what) for ending, what in endings]
     export = partial(_export, screen, run, curves, tell)
-    ask_where_to_export(screen, run.name, choices, new_path, export)
+    ask_where_to_export(
+        screen,
+        run.name,
+        [(f"{run.name}{ending}", what) for ending, what in endings],
+        new_path,
+        export,
+    )
 
 
 def ask_where_to_export(
@@ -399,8 +432,9 @@ def ask_where_to_export(
 
     def write(path: Path) -> None:
         with reporting(app, subject, "exported", path):
-            said = f"Wrote {path}: {export(path)}"
-            app.call_from_thread(app.notify, said, markup=False, timeout=WROTE_S)
+            app.call_from_thread(
+                app.notify, f"Wrote {path}: {export(path)}", markup=False, timeout=WROTE_S
+            )
 
     dialog = AskText(
         f"Export {subject} to",

@@ -249,8 +249,9 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
-        stages = _stages(snapshot.events.phases, state.attempt, since, state.checks_s)
-        return timeline_lines(stages, now, width)
+        return timeline_lines(
+            _stages(snapshot.events.phases, state.attempt, since, state.checks_s), now, width
+        )
     records, inspected = snapshot.examined, snapshot.hosts.inspected
     if not records:
         return faint("step anatomy: after the first step")

@@ -168,11 +168,16 @@ class SettingsApp(FixedApp[None]):
 
         error = writing.exception()
         if isinstance(error, InputError):
-            title = "The settings hold only until so-tui is left"
-            self.post_message(messages.failure(title, error))
+            self.post_message(
+                messages.failure("The settings hold only until so-tui is left", error)
+            )
         elif error is not None:
-            text = f"{type(error).__name__}: {error}"
-            self.notify(text, title="Not remembered", severity="error", markup=False)
+            self.notify(
+                f"{type(error).__name__}: {error}",
+                title="Not remembered",
+                severity="error",
+                markup=False,
+            )
 
     # Commands.
 
@@ -413,8 +418,11 @@ class SharedApp(SettingsApp):
         from so_tui.folders import default_runs_dir
 
         if self.machine is not None:
-            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
-            messages.answer(self, self._show_findings, found)
+            messages.answer(
+                self,
+                self._show_findings,
+                findings(self.machine, checkpoints=self.runs_dir or default_runs_dir()),
+            )
 
     def _show_findings(self, findings: tuple[Finding, ...]) -> None:
         self.findings, self.doctor_line = findings, _doctor_summary(findings)
@@ -496,8 +504,9 @@ class SharedApp(SettingsApp):
             if answer:
                 proceed()
 
-        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id)
-        self.push_screen(question, answered)
+        self.push_screen(
+            Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id), answered
+        )
 
     # What needs another screen: the application above knows them.
 
@@ -524,8 +533,12 @@ class SharedApp(SettingsApp):
         way.
         """
         if self.starting:
-            text = f"{self.starting} is still being started. Runs are started one at a time."
-            self.notify(text, title="Not started", severity="warning", markup=False)
+            self.notify(
+                f"{self.starting} is still being started. Runs are started one at a time.",
+                title="Not started",
+                severity="warning",
+                markup=False,
+            )
         return not self.starting
 
     def report_failure(self, event: Worker.StateChanged) -> None:

@@ -520,8 +520,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            size = width, height
-            self._plotted = plot_rows(self.lines, axis, self._fit, size, glyphs, styles)
+            self._plotted = plot_rows(self.lines, axis, self._fit, (width, height), glyphs, styles)
         return self._plotted
 
     def _fit(self, found: list[Spans]) -> Scale:

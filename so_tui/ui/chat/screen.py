@@ -245,8 +245,9 @@ class ChatScreen(Screen[None]):
         text = event.value.strip()
         if text and self._process is not None and self._columns and not self.writing:
             event.input.clear()
-            prompts = [column.ask(text) for column in self._columns.values()]
-            self._process.ask(prompts, self._sampling)
+            self._process.ask(
+                [column.ask(text) for column in self._columns.values()], self._sampling
+            )
             self._stopping = False
 
     def action_stop_or_leave(self) -> None:

@@ -163,11 +163,9 @@ class FieldRow(Horizontal):
         info, value = self.info, self._value
         if info.type_name == "boolean":
             checked = value == "true"
-            word = "yes" if checked else "no"
-            yield _Tick(word, checked, compact=True, classes="field-control")
+            yield _Tick("yes" if checked else "no", checked, compact=True, classes="field-control")
         elif info.choices:
-            options = [(choice, choice) for choice in info.choices]
-            yield _choice(options, value, "field-control")
+            yield _choice([(choice, choice) for choice in info.choices], value, "field-control")
         else:
             kind = "field-text" if info.type_name == "text" else ""
             if info.type_name in NUMBERS:

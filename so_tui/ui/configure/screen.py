@@ -190,8 +190,9 @@ class ConfigureScreen(ResizablePage):
         self.app.drafts[preset] = draft
         if wanted is not None:
             machine = self.app.machine if self.app.machine_file else None
-            named = "this machine" if machine is None else printable_line(machine.label)
-            draft.recommend(wanted, named)
+            draft.recommend(
+                wanted, "this machine" if machine is None else printable_line(machine.label)
+            )
         self.call_after_refresh(self._show_form, draft, field)
 
     async def _show_form(self, draft: Draft, field: str = "") -> None:
@@ -388,8 +389,9 @@ class ConfigureScreen(ResizablePage):
             preset_actions.ask_to_launch(self.app, launch)
         else:
             offer = preset_actions.launch_anyway(self.app, launch)
-            title = f"{plan.spec.label} does not fit here"
-            self.app.post_message(Failed(title, plan.reason_texts, offer=offer))
+            self.app.post_message(
+                Failed(f"{plan.spec.label} does not fit here", plan.reason_texts, offer=offer)
+            )
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:
@@ -424,8 +426,13 @@ class ConfigureScreen(ResizablePage):
             if taken is None or name == base:
                 save(name)
             else:
-                title = f"Replace your preset {name}?"
-                app.ask(title, [taken.path], partial(save, name), yes="Replace", no="No, keep it")
+                app.ask(
+                    f"Replace your preset {name}?",
+                    [taken.path],
+                    partial(save, name),
+                    yes="Replace",
+                    no="No, keep it",
+                )
 
         def read(name: str) -> str:
             check_user_name(name, presets)
@@ -448,8 +455,12 @@ class ConfigureScreen(ResizablePage):
             if (draft := self._draft) is not None:
                 self.app.push_screen(DataPreviewScreen(with_values(draft.base, draft.edits)))
         except InputError as error:
-            title = "Correct these fields before previewing the data"
-            self.app.post_message(Failed(title, tuple(map(problem_text, error.problems))))
+            self.app.post_message(
+                Failed(
+                    "Correct these fields before previewing the data",
+                    tuple(map(problem_text, error.problems)),
+                )
+            )
 
     def action_differences(self) -> None:
         """Show every field that differs from the preset."""
@@ -463,8 +474,9 @@ class ConfigureScreen(ResizablePage):
             f"{'' if path in changed else '   recommended'}"
             for path, text in sorted(draft.edits.items())
         ] or ["No field differs from the preset."]
-        title = f"What differs from preset {draft.base.name}"
-        self.app.push_screen(Notice(title, lines, bad=False))
+        self.app.push_screen(
+            Notice(f"What differs from preset {draft.base.name}", lines, bad=False)
+        )
 
     def action_reset(self) -> None:
         """Ask to undo the user's changes, or to give up what was recommended where there are

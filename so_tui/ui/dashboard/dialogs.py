@@ -163,13 +163,15 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         super().__init__(items, "chart")
 
     def compose(self) -> ComposeResult:
-        about = "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps"
         weight = "" if self._before.ema is None else f"{self._before.ema:g}"
         yield dialog(
             "Charts of the dashboard",
             Input(placeholder="filter by title, purpose or field", compact=True, id="filter"),
             TickList[str](self._before.shown, id="metrics"),
-            Static(about, classes="faint"),
+            Static(
+                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
+                classes="faint",
+            ),
             Input(weight, placeholder="mean", compact=True, id="smoothing"),
             Static(id="said", classes="dialog-answer"),
             Static(f"{TICKS}; tab moves on", classes="faint"),
@@ -301,11 +303,16 @@ def ask_to_export_chart(
         return write_picture(path, title, curves, per)
 
     stem = f"{snapshot.run.name}-{metric.key}"
-    choices = [
-        (f"{stem}{PICTURE}", "the chart, of the whole run"),
-        (f"{stem}{TABLE}", "its values"),
-    ]
-    ask_where_to_export(screen, metric.title, choices, read, export)
+    ask_where_to_export(
+        screen,
+        metric.title,
+        [
+            (f"{stem}{PICTURE}", "the chart, of the whole run"),
+            (f"{stem}{TABLE}", "its values"),
+        ],
+        read,
+        export,
+    )
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
@@ -316,14 +323,21 @@ def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
     if metric.fields:
         return export_metrics(read_all(run), path, columns=("step", "time", *metric.fields))
     if metric.key == EVALUATIONS:
-        rows = [
-            (record.step, record.time, record.loss) for record in read_all(run).events.evaluations
-        ]
-        return export_rows(path, ("step", "time", "loss"), rows)
-    columns = (
-        "host",
-        metric.samples[0].partition(".")[0],
-        "time",
-        *(name.partition(".")[2] for name in metric.samples),
+        return export_rows(
+            path,
+            ("step", "time", "loss"),
+            [
+                (record.step, record.time, record.loss)
+                for record in read_all(run).events.evaluations
+            ],
+        )
+    return export_rows(
+        path,
+        (
+            "host",
+            metric.samples[0].partition(".")[0],
+            "time",
+            *(name.partition(".")[2] for name in metric.samples),
+        ),
+        _sampled_rows(metric, snapshot.hosts.sampled),
     )
-    return export_rows(path, columns, _sampled_rows(metric, snapshot.hosts.sampled))

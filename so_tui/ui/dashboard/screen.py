@@ -218,9 +218,8 @@ class DashboardScreen(ResizablePage):
             others = [run for run in self.chosen if run != follower.run]
             overlays: tuple[Overlaid, ...] = ()
             if others or self.overlays:
-                begun = snapshot.whole.begin[1]
                 overlays = await asyncio.to_thread(
-                    self._overlay_reader.read, others, charted, begun
+                    self._overlay_reader.read, others, charted, snapshot.whole.begin[1]
                 )
             if follower is self._follower:
                 before, self.snapshot, self.overlays = self.snapshot, snapshot, overlays

@@ -215,8 +215,9 @@ class MachineScreen(Page):
             return
         tree, software = self.query_one("#tree", Static), self.query_one("#software", Static)
         tree.update(in_rows(_tree_lines(tree_of(machine, distances=self._distances))))
-        versions = versions_of(machine.software)
-        software.update(in_rows(_software_lines(machine, versions, self._about_width - 4)))
+        software.update(
+            in_rows(_software_lines(machine, versions_of(machine.software), self._about_width - 4))
+        )
 
     def _show_findings(self) -> None:
         findings = self.app.findings

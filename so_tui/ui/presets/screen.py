@@ -385,8 +385,7 @@ class PresetsScreen(FiltersTable):
 
     def _fill(self) -> None:
         if self.rows:
-            noun = "GPU" if self._on_gpus else "rank"
-            self.table.show(self._shown_rows(), self.counts, noun)
+            self.table.show(self._shown_rows(), self.counts, "GPU" if self._on_gpus else "rank")
             folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
@@ -522,8 +521,13 @@ class PresetsScreen(FiltersTable):
                 delete_preset(name)
             self.app.reload_presets()
 
-        lines = [preset.path, "Runs that were started with it stay."]
-        self.app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
+        self.app.ask(
+            f"Delete your preset {name}?",
+            [preset.path, "Runs that were started with it stay."],
+            delete,
+            yes="Delete",
+            no="No, keep it",
+        )
 
     def filtered(self) -> None:
         self._fill()

@@ -102,8 +102,9 @@ class RunsScreen(FiltersTable, ResizablePage):
                 "run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4
             )
         else:
-            rows = self.preview.body.size.height
-            size = Size("run", rows, 4, self.size.height - LEAST_ROWS, towards=-1)
+            size = Size(
+                "run", self.preview.body.size.height, 4, self.size.height - LEAST_ROWS, towards=-1
+            )
         return replace(size, step=-size.step) if panel is self.table else size
 
     @on(events.ScreenResume)
