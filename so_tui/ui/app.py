@@ -334,13 +334,11 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
         ("^p", "Commands", "Every command by name"),
         ("^q", "Quit", "Also from a text field"),
     ]
+    vim = ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
     moving = [
         ("tab", "Next field or panel", ""),
         ("esc", "Leave a text field", "Single keys are commands again"),
         ("arrows", "Move", "In tables, lists and logs; the mouse does the same"),
+        *([vim] if screen.app.check_action("vim", ()) else []),
     ]
-    if screen.app.check_action("vim", ()):
-        moving.append(
-            ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
-        )
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]

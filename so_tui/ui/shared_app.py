@@ -93,9 +93,8 @@ class SettingsApp(FixedApp[None]):
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
-        glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
-        self.glyphs = glyphs
-        if glyphs == "ascii":
+        self.glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
+        if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
     def on_unmount(self) -> None:

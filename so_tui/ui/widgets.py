@@ -102,6 +102,7 @@ class Grip(CachedLinesMixin):
     """
 
     ALLOW_SELECT = False
+    upright = False
     _from: int | None = None
     """Where it was grasped; None while it is not."""
 
@@ -116,7 +117,7 @@ class Grip(CachedLinesMixin):
         done: bool
 
     def _at(self, event: events.MouseEvent) -> int:
-        return int(event.screen_y)
+        return int(event.screen_x if self.upright else event.screen_y)
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
         self._from = self._at(event)
@@ -136,12 +137,10 @@ class Grip(CachedLinesMixin):
 class Divider(Grip):
     """A line from top to bottom."""
 
+    upright = True
     DEFAULT_CSS = """
     Divider { width: 1; height: 100%; color: $background; &:hover { color: $accent; } }
     """
-
-    def _at(self, event: events.MouseEvent) -> int:
-        return int(event.screen_x)
 
     def render_line(self, y: int) -> Strip:
         return Strip([Segment("│", self.rich_style)], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from rich.segment import Segment
@@ -351,10 +352,12 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.lines = [line for line, _ in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
-        window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = self.notes, alarm, progress, self.turns, self.waiting, self.metric.shown_in
-        lines = self.named, self.marked
-        shown = lines, window, heading, self.marks, cursor, self.log_scale, self.robust
+        shown = (
+            *(self.named, self.marked, self.marks, self.notes),
+            None if axis is None else (axis.unit, axis.low, axis.high),
+            *(cursor, alarm, progress, self.turns, self.waiting),
+            *(self.metric.shown_in, self.log_scale, self.robust),
+        )
         if shown != self._shown:
             self._shown = shown
             self.repaint()
@@ -479,11 +482,17 @@ class Chart(DrawnRowsMixin, can_focus=True):
         styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
         labels = gutter_text(scale, height, self.metric.format_value, self.metric.shown_in[0])
-        rows = []
-        for label, row in zip(labels, plot, strict=True):
-            row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
-            row = self._with_range(row, width)
-            rows.append(frame.full_row([Segment(label, styles["label"]), *row]))
+        rows = [
+            frame.full_row(
+                [
+                    Segment(label, styles["label"]),
+                    *self._with_range(
+                        with_cursor(row, axis, self.cursor, width, styles["cursor"]), width
+                    ),
+                ]
+            )
+            for label, row in zip(labels, plot, strict=True)
+        ]
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
@@ -502,12 +511,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
             signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
         if self.metric.leads and self.lines[0].series.missing:
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
-        edges = axis.edges(width)
-        marks = list(self.marks)
-        for column, sign in signs.items():
-            middle = (edges[column] + edges[column + 1]) / 2
-            marks.append(Mark(middle, middle, sign, "bad"))
-        return marks
+        middles = [(low + high) / 2 for low, high in pairwise(axis.edges(width))]
+        bad = (Mark(middles[at], middles[at], sign, "bad") for at, sign in signs.items())
+        return [*self.marks, *bad]
 
     def _plot(
         self, axis: Axis, width: int, height: int, styles: Mapping[str, Style]

@@ -508,15 +508,15 @@ class DashboardScreen(ResizablePage):
         nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
         columns, log = self._placed[1], self.log_panel
         side = Size("side", columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4)
-        if panel is self.divider:
-            return side
-        if panel is log.lines:  # below the others, it has what they leave
-            return side if columns else replace(charts, step=-1)
-        if panel is log.heading:
-            return None if columns else nodes
-        if panel is self.details.heading:
-            return None
-        return nodes if panel is self.numa.nodes else charts
+        below = side if columns else replace(charts, step=-1)  # it has what the others leave
+        sizes: dict[Widget | None, Size | None] = {
+            self.divider: side,
+            log.lines: below,
+            log.heading: None if columns else nodes,
+            self.details.heading: None,
+            self.numa.nodes: nodes,
+        }
+        return sizes.get(panel, charts)
 
     def sizes_changed(self) -> None:
         self.call_later(self.on_resize)

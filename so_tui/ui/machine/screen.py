@@ -150,14 +150,12 @@ class MachineScreen(Page):
         """Offer only keys whose half is shown, and the one that changes it where the other is
         not.
         """
-        match action:
-            case "hardware":
-                return self._here and not (self.host.display and self.about.display)
-            case "copy" | "distances":
-                return self.about.display
-            case "node_plot" | "page":
-                return self.host.display
-        return super().check_action(action, parameters)
+        allowed = {
+            "hardware": self._here and not (self.host.display and self.about.display),
+            **dict.fromkeys(("copy", "distances"), self.about.display),
+            **dict.fromkeys(("node_plot", "page"), self.host.display),
+        }
+        return allowed[action] if action in allowed else super().check_action(action, parameters)
 
     def sample_soon(self) -> bool:
         """Have this host sampled if it is shown; return whether it is."""

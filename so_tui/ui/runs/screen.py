@@ -241,9 +241,8 @@ class RunsScreen(FiltersTable, ResizablePage):
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
         column = self.table.columns_shown[event.column_index]
-        for order, by in SORTED_COLUMNS.items():
-            if by == column:
-                self._keep_order("sort", order, "Sorted by")
+        for order in [order for order, by in SORTED_COLUMNS.items() if by == column]:
+            self._keep_order("sort", order, "Sorted by")
 
     def action_group(self) -> None:
         present = GROUPS.index(self.app.settings.runs.group)
