@@ -102,6 +102,17 @@ def _source(source: SourceView, width: int) -> Content:
     )
 
 
+def _legend(*, marks: bool) -> Content:
+    """Return the legend of trained and context text; with ``marks`` they differ by signs instead of
+    colour.
+    """
+    return Content.assemble(
+        _piece("what is trained", trained=True, marks=marks),
+        (" and ", "$faint"),
+        ("what is context", "$faint"),
+    )
+
+
 def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
     source = f" of {one.source}" if len(preview.sources) > 1 else ""
@@ -229,12 +240,8 @@ class DataPreviewScreen(Dialog[None]):
             )
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
-        legend = (
-            ("rows as the model sees them   ", "$faint"),
-            _piece("what is trained", trained=True, marks=marks),
-            (" and what is context", "$faint"),
-        )
-        yield Rule(Content.assemble(*legend))
+        title = "rows as the model sees them   ", "$faint"
+        yield Rule(Content.assemble(title, _legend(marks=marks)))
         for one in preview.samples:
             yield Static(_sample(one, preview, marks=marks), classes="preview-part preview-row")
 
