@@ -70,8 +70,8 @@ class Dialog(ModalScreen[Answer]):
     """A dialog, which says itself if what it does in a thread fails unexpectedly."""
 
     CSS_PATH: ClassVar[str | Path] = Path(__file__).with_name("dialogs.tcss")
-    """Absolute, because dialogs of screens inherit it and Textual looks beside the class that is
-    shown.
+    """Absolute, because dialogs of screens inherit it and Textual looks in the folder of the class
+    that is shown.
     """
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
@@ -234,7 +234,7 @@ class AskText(Dialog[Answer | None]):
         answer(self, self._judge(texts))
 
     def _accept(self, answer: Answer) -> None:
-        self.dismiss(answer)  # which is not awaited
+        self.dismiss(answer)  # not returned: awaiting it here is an error
 
     def fail(self, problem: str) -> None:
         self._reading = False

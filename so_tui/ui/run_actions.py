@@ -349,12 +349,18 @@ def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
     from so_tui.ui.dialogs import AskText
 
+    def read(text: str) -> None:
+        try:
+            write_notes(run, _parsed_note(text))
+        except Refused as error:  # another user's run
+            raise reject("not-kept", "note", "", str(error), "It is only read.") from None
+
     dialog = AskText(
         f"Note on {run.name}",
         "Words that begin with # are tags: too short #paper",
         Input(_note_text(read_notes(run)), compact=True),
         yes="Keep",
-        read=lambda text: write_notes(run, _parsed_note(text)),
+        read=read,
         may_be_empty=True,
     )
     app.push_screen(dialog, lambda _: app.list_runs())

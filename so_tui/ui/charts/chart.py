@@ -268,8 +268,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """The mouse asks for another view: by a method of the dashboard's ``View``, with what it
-        takes beside the extent.
+        """The mouse asks for another view. ``how`` names the method of the dashboard's ``View``,
+        and ``values`` are its arguments without the extent.
         """
 
         how: Literal["at", "zoomed", "ranged", "panned"]
