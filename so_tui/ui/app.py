@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen, ScreenResultType
@@ -27,7 +27,7 @@ from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import start_launch
 from so_tui.ui.shared_app import Checking, SharedApp
 from so_tui.ui.textual_fixes import settle
-from so_tui.ui.widgets import command_key
+from so_tui.ui.widgets import keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -48,12 +48,6 @@ def _make_page(name: str, title: str) -> Page:
     module = importlib.import_module(f"so_tui.ui.{name}.screen")
     page: Page = getattr(module, f"{title}Screen")()
     return page
-
-
-MODES: dict[str, str | Callable[[], Screen[None]]] = {
-    name: partial(_make_page, name, title) for name, title in PAGES
-}
-"""How to make each page, as ``App.MODES`` takes it."""
 
 
 RUNS_POLL_S = 2.0
@@ -82,24 +76,12 @@ class SoTuiApp(SharedApp):
 
     TITLE = "so-tui"
     CSS_PATH = "app.tcss"
-    MODES = MODES
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {
+        name: partial(_make_page, name, title) for name, title in PAGES
+    }
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]
-    BINDINGS = [
-        *(
-            Binding(
-                str(number),
-                f"show('{name}')",
-                title,
-                show=False,
-                id=f"show-{name}",
-                tooltip=f"Go to {title}",
-            )
-            for number, (name, title) in enumerate(PAGES, 1)
-        ),
-        command_key("question_mark,f1", "help", "Help", "Every key of this screen", show=False),
-        command_key("q", "quit", "Quit", "Leave the screen; runs continue training"),
-    ]
+    BINDINGS = keys("application")
 
     def __init__(
         self,
@@ -220,8 +202,10 @@ class SoTuiApp(SharedApp):
         from so_tui.ui.dialogs import Notice
 
         offer = message.offer
-        notice = Notice(message.title, message.lines, offer=offer.text if offer else "")
-        self.push_screen(notice, lambda taken: offer.action() if taken and offer else None)
+        self.push_screen(
+            Notice(message.title, message.lines, offer=offer.text if offer else ""),
+            lambda taken: offer.action() if taken and offer else None,
+        )
 
     # Commands.
 
@@ -246,8 +230,14 @@ class SoTuiApp(SharedApp):
                 f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
                 for preset, count in unsaved.items()
             ]
-            title = "Quit and lose unsaved changes?"
-            self.ask(title, lines, self._leave, yes="Quit", no="No, stay", id="quit")
+            self.ask(
+                "Quit and lose unsaved changes?",
+                lines,
+                self._leave,
+                yes="Quit",
+                no="No, stay",
+                id="quit",
+            )
 
     def _leave(self) -> None:
         """Leave the application, and say what goes on."""
@@ -282,16 +272,28 @@ class SoTuiApp(SharedApp):
 
         page = self.screen
         if isinstance(page, Page):
-            title = f"{dict(PAGES)[page.PAGE]}: what it is for, and its keys"
             keys = partial(key_lines, _key_groups(page))
-            self.push_screen(Notice(title, [page.HELP_TEXT, keys], bad=False))
+            self.push_screen(
+                Notice(
+                    f"{dict(PAGES)[page.PAGE]}: what it is for, and its keys",
+                    [page.HELP_TEXT, keys],
+                    bad=False,
+                )
+            )
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Yield every command of the screen and the application with its key, then Textual's
         own.
         """
 
-        yield from _commands(self, screen)
+        for node, binding, enabled in _bindings(screen):
+            if enabled:
+                go = "Go to " if binding.action.startswith("show(") else ""
+                title = f"{go}{binding.description}"
+                more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
+                key = self.get_key_display(binding)
+                action = partial(self.run_action, binding.action, node)
+                yield SystemCommand(title, f"{more}key {key}", action)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
         yield SystemCommand(
             "Screenshot",
@@ -332,29 +334,11 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
         ("^p", "Commands", "Every command by name"),
         ("^q", "Quit", "Also from a text field"),
     ]
+    vim = ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
     moving = [
         ("tab", "Next field or panel", ""),
         ("esc", "Leave a text field", "Single keys are commands again"),
         ("arrows", "Move", "In tables, lists and logs; the mouse does the same"),
+        *([vim] if screen.app.check_action("vim", ()) else []),
     ]
-    if screen.app.check_action("vim", ()):
-        moving.append(
-            ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
-        )
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
-
-
-def _commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
-    """Yield a palette command for every enabled binding of the screen and the application."""
-    for node, binding, enabled in _bindings(screen):
-        if enabled:
-            key = app.get_key_display(binding)
-            title = (
-                f"Go to {binding.description}"
-                if binding.action.startswith("show(")
-                else binding.description
-            )
-            more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
-            yield SystemCommand(
-                title, f"{more}key {key}", partial(app.run_action, binding.action, node)
-            )

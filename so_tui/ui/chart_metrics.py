@@ -21,7 +21,6 @@ from so_tui.trust.folders import make_folders
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Named, Wanted
 from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
-from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
@@ -70,20 +69,6 @@ def hardware_keys(gpus: Sequence[GpuView]) -> _Names:
     )
 
 
-PAGE_KEYS = (
-    command_key("greater_than_sign", "page(1)", "Next page", "The next charts", show=False),
-    command_key(
-        "less_than_sign",
-        "page(-1)",
-        "Page before",
-        "The charts before",
-        id="page-before",
-        show=False,
-    ),
-)
-"""Keys that turn the pages of charts."""
-
-
 def samples_of(metrics: tuple[Metric, ...]) -> _Names:
     """Return the numbers of the samples that these charts draw."""
     wanted = (name for metric in metrics for name in (*metric.samples, metric.limit, metric.marked))
@@ -107,6 +92,7 @@ WIDE = 160
 """Columns of a terminal from which on three charts stand beside each other, unless another grid was
 chosen.
 """
+Ema = Annotated[float, msgspec.Meta(ge=0, le=MOST_EMA)] | None
 Flag = Literal["log", "robust"]
 _Side = Annotated[int, msgspec.Meta(ge=1, le=3)]
 
@@ -118,7 +104,7 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of metrics in their order."""
     grid: tuple[_Side, _Side] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
-    ema: Annotated[float, msgspec.Meta(ge=0, le=MOST_EMA)] | None = None
+    ema: Ema = None
     """Weight of the past in an exponential moving average; None: the mean of the last steps."""
     log: _Names = ()
     """Metrics with a logarithmic scale."""
@@ -156,8 +142,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.shown != ChartLayout().shown:
             return self
-        shown = tuple("host-memory" if key == "gpu-memory" else key for key in self.shown)
-        return msgspec.structs.replace(self, shown=shown)
+        return msgspec.structs.replace(
+            self, shown=tuple("host-memory" if key == "gpu-memory" else key for key in self.shown)
+        )
 
     def page(self, number: int, width: int) -> _ChartPage:
         """Return one page of charts; numbers beyond the last page begin again with the first."""
@@ -212,8 +199,6 @@ def load_layout() -> ChartLayout:
     """Return the remembered layout, without metrics that this version does not know."""
     try:
         found = read_json(_layout_path(), ChartLayout)
-    except FileNotFoundError:
-        return ChartLayout()
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()

@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING
 
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
-from textual.worker import Worker
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import RunSpec, SoTuiError
-from so_tui.ui.dialogs import CLOSE, button
+from so_tui.ui.dialogs import CLOSE, Dialog, button
 from so_tui.ui.form import problem_texts
-from so_tui.ui.lines import fill
-from so_tui.ui.messages import code_refused, unexpected_error
+from so_tui.ui.lines import fill_pieces
+from so_tui.ui.messages import code_refused
 from so_tui.ui.plan_view import data_name
 from so_tui.ui.text import Content, faint, in_rows, shorten_path
-from so_tui.ui.widgets import Rule
+from so_tui.ui.widgets import Rule, keys
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
@@ -140,15 +137,11 @@ WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
 
-class DataPreviewScreen(ModalScreen[None]):
+class DataPreviewScreen(Dialog[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
     CSS_PATH = "data_preview.tcss"
-    BINDINGS = [
-        Binding("escape,q", "dismiss(None)", "Back"),
-        Binding("m", "more", "More rows"),
-        Binding("r", "again", "Read again"),
-    ]
+    BINDINGS = keys("data-preview")
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Event()
@@ -189,26 +182,23 @@ class DataPreviewScreen(ModalScreen[None]):
                 else:
                     self.call_later(self._show_preview, event)
         except SoTuiError as error:
-            self.call_later(self._show_failure, problem_texts(error))
+            self.call_later(self.fail, problem_texts(error))
             if refused := code_refused(self.app, "No data read", error, self.action_again):
                 self.app.post_message(refused)
-
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self.call_later(self._show_failure, text)
 
     def _show_progress(self, progress: Progress) -> None:
         status = faint(f"{progress.message} …   esc cancels")
         if progress.total_rows:
-            status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
+            done = fill_pieces(progress.done_rows / progress.total_rows, 24, "$accent")
+            status = Content.assemble(*done, "  ", status)
         self._show_status(status)
 
-    async def _show_failure(self, problems: str) -> None:
+    async def fail(self, problem: str) -> None:
         """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
-        await self._show([Static(Content(problems), classes="preview-part")])
+        await self._show([Static(Content(problem), classes="preview-part")])
 
     async def _show_preview(self, preview: DataPreview) -> None:
         self._preview = preview
@@ -231,8 +221,9 @@ class DataPreviewScreen(ModalScreen[None]):
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            note = Content.assemble(("note: ", "bold $warning"), warning)
-            yield Static(note, classes="preview-part")
+            yield Static(
+                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
+            )
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
         figures = _part("what happens to the rows", _facts(preview))
@@ -243,8 +234,10 @@ class DataPreviewScreen(ModalScreen[None]):
             else Vertical(figures, lengths, classes="preview-stack")
         )
         if len(preview.sources) > 1:
-            lines = [_source(source, width) for source in preview.sources]
-            yield _part("the mixture: share of an epoch", lines)
+            yield _part(
+                "the mixture: share of an epoch",
+                [_source(source, width) for source in preview.sources],
+            )
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
         title = "rows as the model sees them   ", "$faint"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import getters, on, work
-from textual.app import ComposeResult, SuspendNotSupported
-from textual.binding import Binding
+from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -26,16 +25,12 @@ from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
 from so_tui.ui.themes import THEMES
+from so_tui.ui.widgets import keys
+from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.launch.slurm.script import Draft
     from so_tui.plan.plan import Launch
-
-_STYLES = Path(__file__).with_name("dialogs.tcss")
-"""Absolute, because dialogs of screens inherit it and Textual looks beside the class that is
-shown.
-"""
-
 
 Answer = TypeVar("Answer")
 
@@ -60,17 +55,44 @@ def dialog(
     return Vertical(heading, *parts, row, classes=classes)
 
 
-class Question(ModalScreen[bool]):
+def show_dialog(
+    app: App[Any], dialog: ModalScreen[Answer | None], then: Callable[[Answer], object]
+) -> None:
+    """Show ``dialog``, and hand over what was answered, unless it was left."""
+
+    def answered(answer: Answer | None) -> Any:
+        return None if answer is None else then(answer)
+
+    app.push_screen(dialog, answered)
+
+
+class Dialog(ModalScreen[Answer]):
+    """A dialog, which says itself if what it does in a thread fails unexpectedly."""
+
+    CSS_PATH: ClassVar[str | Path] = Path(__file__).with_name("dialogs.tcss")
+    """Absolute, because dialogs of screens inherit it and Textual looks in the folder of the class
+    that is shown.
+    """
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if text := unexpected_error(event):
+            self.call_later(self.fail, text)
+
+    def fail(self, problem: str) -> Any:
+        """Show why nothing comes of it."""
+        self.say(wrong(problem))
+
+    def say(self, text: Content | str) -> None:
+        """Show a line below what was asked."""
+        self.query_one("#said", Static).update(text)
+
+
+class Question(Dialog[bool]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and
     enter answers no.
     """
 
-    CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("y", "answer(True)", "Yes"),
-        Binding("n,escape", "answer(False)", "No"),
-        Binding("left,right", "app.focus_next", "Other button", show=False),
-    ]
+    BINDINGS = keys("question")
 
     def __init__(
         self,
@@ -109,7 +131,7 @@ class Question(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class AskText(ModalScreen[Answer | None]):
+class AskText(Dialog[Answer | None]):
     """Asks for a line of text, or for a few. The result is what ``read`` returns for them, or None
     when the dialog was cancelled.
 
@@ -117,12 +139,7 @@ class AskText(ModalScreen[Answer | None]):
     down, is entered into the field.
     """
 
-    CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape", "dismiss(None)", "Cancel"),
-        Binding("down", "choose('down')", "Next choice", show=False),
-        Binding("up", "choose('up')", "Choice before", show=False),
-    ]
+    BINDINGS = keys("text")
 
     def __init__(
         self,
@@ -200,36 +217,29 @@ class AskText(ModalScreen[Answer | None]):
             return
         if self._slow and texts[0]:
             self._reading = True
-            self._say(faint(self._slow.format(texts[0])))
+            self.say(faint(self._slow.format(texts[0])))
             self._judge_in_thread(texts)
         else:
             self._judge(texts)()
 
-    def _judge(self, texts: Sequence[str]) -> Callable[[], None]:
+    def _judge(self, texts: Sequence[str]) -> Callable[[], object]:
         """Read the texts, and return what to do then."""
         try:
             return partial(self._accept, self._read(*texts))
         except SoTuiError as error:
-            return partial(self._reject, problem_texts(error))
+            return partial(self.fail, problem_texts(error))
 
     @work(thread=True, group="ask", name="read an answer", exit_on_error=False)
     def _judge_in_thread(self, texts: Sequence[str]) -> None:
         answer(self, self._judge(texts))
 
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self._reject(text)
-
     def _accept(self, answer: Answer) -> None:
-        self.dismiss(answer)
+        self.dismiss(answer)  # not returned: awaiting it here is an error
 
-    def _reject(self, problem: str) -> None:
+    def fail(self, problem: str) -> None:
         self._reading = False
-        self._say(wrong(problem))
+        super().fail(problem)
         self.set_focus(self._entries[0])
-
-    def _say(self, text: Content) -> None:
-        self.query_one("#said", Static).update(text)
 
 
 Laid = Callable[[int], str | Content]
@@ -253,16 +263,12 @@ class _LaidOut(Static):
         self.update(self._laid(self.size.width))
 
 
-class Notice(ModalScreen[bool]):
+class Notice(Dialog[bool]):
     """What happened, why, and what to do next. The result is True when the offered action was
     chosen.
     """
 
-    CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape,q,enter,question_mark,f1", "dismiss(False)", "Close"),
-        Binding("y", "copy", "Copy"),
-    ]
+    BINDINGS = keys("notice")
 
     def __init__(
         self, title: str, lines: Sequence[str | Laid], *, offer: str = "", bad: bool = True
@@ -305,10 +311,10 @@ def key_lines(groups: Sequence[KeyGroup], width: int) -> Content:
     """Return commands in lines of ``width`` cells, what they do beside the keys."""
     lines: list[Content] = []
     for heading, rows in groups:
-        keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
+        keys_width = max((len(pressed) for pressed, _, _ in rows), default=0) + 4
         lines += [Content(""), Content.styled(heading, "bold $faint")]
-        for keys, name, tip in rows:
-            shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
+        for pressed, name, tip in rows:
+            shown = Content.styled(f"  {pressed}".ljust(keys_width), "$accent")
             more = f"  {tip}" if tip not in ("", name) else ""
             lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
     return in_rows(lines[1:])
@@ -326,7 +332,7 @@ class LaunchQuestion(Question):
     is not yes.
     """
 
-    BINDINGS = [Binding("r", "rename", "Rename")]
+    BINDINGS = keys("launch")
 
     draft: Draft | None = None
     """The user's batch script; None while a job is not asked about, or has the one that so-tui
@@ -384,7 +390,7 @@ class LaunchQuestion(Question):
 class JobQuestion(LaunchQuestion):
     """Asks whether to submit a launch."""
 
-    BINDINGS = [Binding("e", "edit", "Edit the script")]
+    BINDINGS = keys("job")
 
     def __init__(
         self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None
@@ -455,15 +461,10 @@ MORE = (
 _LABEL = 16
 
 
-class SettingsDialog(ModalScreen[dict[str, Any] | None]):
+class SettingsDialog(Dialog[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
-    CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape,q,comma", "close", "Keep and close"),
-        Binding("right,space", "step(1)", "Next value"),
-        Binding("left", "step(-1)", "Previous value"),
-    ]
+    BINDINGS = keys("settings")
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
         own = [theme.name for theme in THEMES]
@@ -528,12 +529,7 @@ Item = TypeVar("Item")
 class TickList(OptionList, Generic[Item]):
     """Ticked items keep the order in which they were ticked, also those that are not listed now."""
 
-    BINDINGS = [
-        Binding("space", "select", "Tick"),
-        Binding("enter", "screen.apply", "Take what is ticked"),
-        Binding("a", "tick_all(True)", "Tick all"),
-        Binding("n", "tick_all(False)", "Tick none"),
-    ]
+    BINDINGS = keys("ticks")
     DEFAULT_CSS = """
     TickList {
         height: auto; max-height: 14; border: none; background: $surface; padding: 0; margin: 1 0;
@@ -582,18 +578,22 @@ class TickList(OptionList, Generic[Item]):
 # A dialog in which things are ticked, filtered while something is typed.
 
 
-class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
+class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that
     builds on it composes.
     """
 
-    CSS_PATH = _STYLES
-    BINDINGS = [Binding("escape", "dismiss(None)", "Leave without a change")]
+    BINDINGS = keys("tick-dialog")
 
     ticks = getters.query_one(TickList)
 
+    def __init__(self, items: Sequence[tuple[Item, Content, str]], noun: str) -> None:
+        """Let these items be ticked, each with its text and with what the filter looks for."""
+        self._items, self._noun = items, noun
+        super().__init__()
+
     def on_mount(self) -> None:
-        self.list_matching("")
+        self._list("")
 
     def buttons(self, yes: str) -> list[Button]:
         """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
@@ -602,21 +602,20 @@ class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
             button("No change  esc", "no", CLOSE),
         ]
 
-    def list_matching(self, text: str) -> None:
-        """List what matches the text of the filter."""
-        raise NotImplementedError
+    def _list(self, wanted: str) -> None:
+        self.ticks.list_items(
+            [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
+        )
+        self.tell()
 
-    def say(self, text: Content | str) -> None:
-        """Show a line below the list."""
-        self.query_one("#said", Static).update(text)
-
-    def action_apply(self) -> None:
-        """Leave with what is ticked."""
-        raise NotImplementedError
+    @on(TickList.Changed)
+    def tell(self) -> None:
+        ticked = f"{plural(len(self.ticks.ticked), self._noun)} ticked"
+        self.say(ticked if self._items else f"There is no other {self._noun} yet.")
 
     @on(Input.Changed, "#filter")
     def _filtered(self, event: Input.Changed) -> None:
-        self.list_matching(event.value)
+        self._list(event.value)
 
     @on(Input.Submitted, "#filter")
     def _to_the_list(self) -> None:

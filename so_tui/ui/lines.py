@@ -28,11 +28,6 @@ Piece = str | tuple[str, str]
 Pieces = list[Piece]
 
 
-def fill(share: float, width: int, style: str = "$accent") -> Content:
-    """Return a thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
-    return Content.assemble(*fill_pieces(share, width, style))
-
-
 def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
     """Return the two pieces of a bar: what is filled, and the rest."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)

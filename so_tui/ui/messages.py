@@ -90,8 +90,11 @@ def reporting(app: App[None], subject: str, done: str, path: Path | str = "") ->
     except SoTuiError as error:
         app.post_message(failure(f"{subject} was not {done}", error))
     except OSError as error:
-        lines = (f"{error.filename or path}: {error.strerror}",)
-        app.post_message(Failed(f"{subject} could not be {done}", lines))
+        app.post_message(
+            Failed(
+                f"{subject} could not be {done}", (f"{error.filename or path}: {error.strerror}",)
+            )
+        )
 
 
 def in_thread(node: DOMNode, work: Callable[[], object], name: str, *, group: str) -> None:

@@ -30,7 +30,6 @@ from so_tui.ui.charts.drawing import (
     joined,
     plot_key,
     plot_rows,
-    role_css,
     with_cursor,
 )
 from so_tui.ui.charts.series import Axis, Line
@@ -38,7 +37,7 @@ from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Hosts, NodeView
 from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
-from so_tui.ui.widgets import SIDE, Rule, command_key, framed
+from so_tui.ui.widgets import SIDE, Rule, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
 
@@ -229,33 +228,25 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
 
     ALLOW_MAXIMIZE = True
     ROLES = {
-        "band": "color: $raw-line",
-        "main": "color: $adam",
-        "memory": "color: $memory",
-        "gpu": "color: $gpu",
-        "axis": "color: $rule",
-        "label": "color: $faint",
-        "note": "color: $faint",
-        "title": "text-style: bold",
-        "value": "text-style: bold",
-        "adam": "color: $adam",
-        "main-core": "color: $main-core",
-        "other": "color: $other-core",
-        "sign": "color: $faint",
+        "band": "$raw-line",
+        "main": "$adam",
+        "memory": "$memory",
+        "gpu": "$gpu",
+        "axis": "$rule",
+        "label": "$faint",
+        "note": "$faint",
+        "title": "bold",
+        "value": "bold",
+        "adam": "$adam",
+        "main-core": "$main-core",
+        "other": "$other-core",
+        "sign": "$faint",
         "empty": "",
-        "cursor": "color: $warning",
-        "stale": "color: $warning",
-        "full": "color: $warning; text-style: bold",
+        "cursor": "$warning",
+        "stale": "$warning",
+        "full": "bold $warning",
     }
-    COMPONENT_CLASSES = {f"nodes--{role}" for role in ROLES}
-    DEFAULT_CSS = (
-        "NumaNodes { height: auto;"
-        + role_css("nodes", ROLES)
-        + """
-        &:focus .nodes--title { color: $accent; text-style: bold underline; }
-    }
-    """
-    )
+    DEFAULT_CSS = "NumaNodes { height: auto; }"
 
     def __init__(self) -> None:
         super().__init__(id="nodes")
@@ -264,7 +255,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self.cursor: float | None = None
         self.plot_height = 2
         self.plot: NodePlot = "load"
-        self._role_styles = RoleStyles("nodes", self.ROLES)
+        self._role_styles = RoleStyles(self.ROLES, {"title": "bold underline $accent"})
         self._plots: dict[tuple[str, int], tuple[object, _Rows]] = {}
         """What each node's plot was drawn for, and its rows."""
 
@@ -426,10 +417,12 @@ def _figures(picture: _NodePicture, busy: _Busy, *, long: bool, whose: bool) -> 
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
     parts: list[_Cells] = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
-    for gpu in (gpu.sample for gpu in picture.gpus if long):
-        if gpu.busy_percent is not None:
-            name = (f"GPU {gpu.index}", "gpu")
-            parts.append([("  ", "note"), name, (f" {gpu.busy_percent} %", "label")])
+    gpus = [gpu.sample for gpu in picture.gpus] if long else []
+    parts += [
+        [(f"  GPU {gpu.index}", "gpu"), (f" {gpu.busy_percent} %", "label")]
+        for gpu in gpus
+        if gpu.busy_percent is not None
+    ]
     for group, loads in busy:
         mean = sum(loads) / len(loads)
         if long or group.role != "other" or len(busy) == 1 or mean >= 5:
@@ -462,17 +455,6 @@ class NumaPanel(KeptVertical):
     heading = getters.child_by_id("nodes-rule", Rule)
     nodes = getters.query_one("#nodes", NumaNodes)
     gpus = getters.query_one("#gpus", StyledLines)
-
-    KEYS = (
-        command_key(
-            "h",
-            "node_plot",
-            "Heat of cores",
-            "Nodes over time: load, heat of cores, memory",
-            show=False,
-        ),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     def __init__(self, *below: Widget) -> None:
         self._below = below

@@ -35,14 +35,10 @@ class _MachineSuggester(Suggester):
 
 def ask_for_machine(app: SharedApp) -> None:
     """Ask for a machine, and plan for it."""
-    from so_tui.ui.dialogs import AskText
+    from so_tui.ui.dialogs import AskText, show_dialog
 
     def read(given: str) -> tuple[Machine | None, str]:
         return (machine_of(given) if given else None), given
-
-    def chosen(described: tuple[Machine | None, str] | None) -> None:
-        if described is not None:
-            app.load(*described)
 
     dialog = AskText(
         "Plan for another machine",
@@ -59,7 +55,7 @@ def ask_for_machine(app: SharedApp) -> None:
             ),
         ],
     )
-    app.push_screen(dialog, chosen)
+    show_dialog(app, dialog, lambda described: app.load(*described))
 
 
 def _path_that_begins_with(text: str) -> str | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Input
 from textual.worker import Worker
@@ -16,7 +15,7 @@ from textual.worker import Worker
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key
+from so_tui.ui.widgets import FindField, Grip, KeyLine, keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -33,15 +32,6 @@ PAGES: tuple[tuple[str, str], ...] = (
 """Name and title of each screen, in the order of their number keys."""
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 """Titles for narrow terminals."""
-
-OTHER_MACHINE = command_key(
-    "o",
-    "app.other_machine",
-    "Other machine",
-    "Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty "
-    "for this one",
-    id="other-machine",
-)
 
 
 class _TopLine(CachedLinesMixin):
@@ -124,13 +114,13 @@ class _Navigation(CachedLinesMixin):
         return left
 
     def _tabs(self, titles: Mapping[str, str]) -> Content:
-        pieces: list[str] = []
+        pieces = []
         for number, (name, _) in enumerate(PAGES, 1):
-            tab = f" {number} {titles.get(name, '')}".rstrip() + " "
+            style = f"@click=app.show('{name}')"
             if name == self._current:
-                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background]{tab}[/]")
-            else:
-                pieces.append(f"[@click=app.show('{name}')]{tab}[/]")
+                style = "b $block-cursor-foreground on $block-cursor-background"
+            tab = f" {number} {titles.get(name, '')}".rstrip()
+            pieces.append(f"[{style}]{tab} [/]")
         return Content.from_markup(" ".join(pieces))
 
 
@@ -141,9 +131,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
     PAGE: ClassVar[str]
     HELP_TEXT: ClassVar[str]
     """Purpose of this screen in a sentence or two; the help opens with it."""
-    BINDINGS = [
-        Binding("escape", "leave_field", "Leave the field", show=False),
-    ]
+    BINDINGS = keys("page")
 
     _left: Widget | None = None
     """The field that was left last; tab continues from it."""
@@ -180,17 +168,10 @@ class Page(StylesFocus[None], CachedLinesMixin):
             self._left = self.focused
             self.set_focus(None)
 
-    def focus_next(self, selector: str | type[Widget] = "*") -> Widget | None:
-        self._back_to_the_left_field()
-        return super().focus_next(selector)
-
-    def focus_previous(self, selector: str | type[Widget] = "*") -> Widget | None:
-        self._back_to_the_left_field()
-        return super().focus_previous(selector)
-
-    def _back_to_the_left_field(self) -> None:
+    def _move_focus(self, direction: int = 0, selector: str | type[Widget] = "*") -> Widget | None:
         if self.focused is None and self._left in self.focus_chain:
             self.set_focus(self._left)
+        return super()._move_focus(direction, selector)
 
 
 class FiltersTable(Page):
@@ -255,31 +236,7 @@ class Size:
 class ResizablePage(Page):
     """A page that says what size a panel has; this class changes it."""
 
-    BINDINGS = [
-        command_key(
-            "right_curly_bracket",
-            "resize(1)",
-            "Larger panel",
-            "The panel with the focus; lines between panels can be pulled with the mouse",
-            id="larger",
-            show=False,
-        ),
-        command_key(
-            "left_curly_bracket",
-            "resize(-1)",
-            "Smaller panel",
-            "The same",
-            id="smaller",
-            show=False,
-        ),
-        command_key(
-            "vertical_line",
-            "reset_sizes",
-            "Reset sizes",
-            "Sizes of this screen's panels as the terminal has room",
-            show=False,
-        ),
-    ]
+    BINDINGS = keys("panels")
     SIZES: ClassVar[tuple[str, ...]]
     """Settings in the table ``panels`` that are sizes of this page."""
 

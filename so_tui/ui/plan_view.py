@@ -219,8 +219,9 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
             else "none: it does not fit"
         )
         return [_labelled("step", faint(why))]
-    seconds = step.data_s, step.forward_s, step.backward_s, step.exposed_optimizer_s
-    parts = step_parts(seconds, plain=plain)
+    parts = step_parts(
+        (step.data_s, step.forward_s, step.backward_s, step.exposed_optimizer_s), plain=plain
+    )
     bar = stacked(parts, min(40, max(8, width - LABEL - 10)))
     items = legend(part for part in parts if part.amount > 0)
     whole = Content("   ").join(items)

@@ -44,9 +44,7 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
     from so_tui.launch import lifecycle
 
-    state = _state(app, run)
-    if state is None:
-        return
+    state = _state(run)
     if state.state in FINAL_STATES:
         app.notify(f"{run.name} has already ended: {state.state}", markup=False)
         return
@@ -68,25 +66,39 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         def record(run: RunDirectory, *, assume_dead: bool) -> None:
             record_end(run)  # by the user's word, which was asked for already
 
-        proceed = partial(_change, app, run, record, "stopped", "record the end of a run")
-        _ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", proceed)
+        _ask_whether_ended(
+            app,
+            run,
+            f"{run.name} {evidence(state, seen)}.",
+            partial(_change, app, run, record, "stopped", "record the end of a run"),
+        )
         return
-    lines = [
-        f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
-        (
-            "It finishes the current step and ends. Unless the preset says otherwise, it saves a "
-            "checkpoint to resume from."
-        ),
-    ]
     stop = partial(_request, "stop", "Stopping after this step", app, run)
-    app.ask(f"Stop {run.name}?", lines, stop, yes="Stop", no="Keep running")
+    app.ask(
+        f"Stop {run.name}?",
+        [
+            f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
+            (
+                "It finishes the current step and ends. Unless the preset says otherwise, it saves "
+                "a checkpoint to resume from."
+            ),
+        ],
+        stop,
+        yes="Stop",
+        no="Keep running",
+    )
 
 
 def _ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
-    lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
     delete = partial(_change, app, run, delete_run, "deleted", "delete a run")
-    app.ask(f"Delete {run.name}?", lines, delete, yes="Delete", no="No, keep it")
+    app.ask(
+        f"Delete {run.name}?",
+        [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."],
+        delete,
+        yes="Delete",
+        no="No, keep it",
+    )
 
 
 def _ask_whether_ended(
@@ -101,14 +113,19 @@ def _ask_whether_ended(
         seen: What was seen of it.
         proceed: What to do then.
     """
-    lines = [
-        seen,
-        (
-            "If it still runs, two attempts may write the same checkpoints. Say yes only if you "
-            "know that its host is down or restarted."
-        ),
-    ]
-    app.ask(f"Has {run.name} ended?", lines, proceed, yes="It has ended", no="I do not know")
+    app.ask(
+        f"Has {run.name} ended?",
+        [
+            seen,
+            (
+                "If it still runs, two attempts may write the same checkpoints. Say yes only if "
+                "you know that its host is down or restarted."
+            ),
+        ],
+        proceed,
+        yes="It has ended",
+        no="I do not know",
+    )
 
 
 def _may_be_live(error: SoTuiError) -> bool:
@@ -175,9 +192,7 @@ def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
 
-    state = _state(app, run)
-    if state is None:
-        return
+    state = _state(run)
     seen = sighting(run, state)
     if state.state not in FINAL_STATES and seen.liveness is Liveness.UNKNOWN:
         _ask_whether_ended(
@@ -190,11 +205,7 @@ def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     if state.state not in FINAL_STATES:
         app.notify(f"{run.name} is live: {state.state}", markup=False)
         return
-    try:
-        place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
-    except InputError as error:
-        app.post_message(failure(f"{run.name} cannot be resumed", error))
-        return
+    place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
     saved = (
         f"step {thousands(state.saved_step)}"
         if state.saved_step is not None
@@ -214,8 +225,12 @@ def _start_resume(
 ) -> None:
     if app.may_start():
         app.starting = run.name
-        work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
-        in_thread(app, work, "resume", group="launch")
+        in_thread(
+            app,
+            partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead),
+            "resume",
+            group="launch",
+        )
 
 
 def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
@@ -236,8 +251,12 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
                 yes="Start over",
             )
         else:
-            proceed = partial(_start_resume, app, run, start_over=start_over, assume_dead=True)
-            _ask_whether_ended(app, run, str(error), proceed)
+            _ask_whether_ended(
+                app,
+                run,
+                str(error),
+                partial(_start_resume, app, run, start_over=start_over, assume_dead=True),
+            )
 
     try:
         resume(
@@ -260,18 +279,14 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
         app.post_message(messages.Launched(run))
 
 
-def show_settings(app: SharedApp, run: RunDirectory) -> None:
+def _show_settings(app: SharedApp, run: RunDirectory) -> None:
     """Show every setting of ``run`` that is not the default."""
     from so_tui.spec import spec_tree
     from so_tui.ui.dialogs import Notice
     from so_tui.ui.form import flat, text_of
 
-    try:
-        spec = read_spec(run)
-    except InputError as error:
-        app.post_message(failure(f"The settings of {run.name} cannot be read", error))
-        return
-    lines = [f"{path} = {text_of(value)}" for path, value in flat(spec_tree(spec, full=False))]
+    tree = spec_tree(read_spec(run), full=False)
+    lines = [f"{path} = {text_of(value)}" for path, value in flat(tree)]
     title = f"{run.name}: {plural(len(lines), 'setting')} that are not the default"
     app.push_screen(Notice(title, ["\n".join(lines)], bad=False))
 
@@ -288,27 +303,18 @@ def _chat(app: SharedApp, run: RunDirectory) -> None:
     """
     from so_tui.spec.generation import LoadModel
 
-    try:
-        compare = read_spec(run).model.weights == "pretrained"
-    except InputError as error:
-        app.post_message(failure(f"{run.name} cannot be asked", error))
-    else:
-        app.open_chat(LoadModel(run=str(run.path), compare=compare))
+    compare = read_spec(run).model.weights == "pretrained"
+    app.open_chat(LoadModel(run=str(run.path), compare=compare))
 
 
-def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
-    """Return the state of ``run``; report it and return None where it cannot be read, as when the
-    folder was deleted.
+def _state(run: RunDirectory) -> RunState:
+    """Return the state of ``run``. Raises InputError, as when the folder was deleted.
 
     No scheduler is asked here, which can take seconds: the lists of runs do that in their thread,
     and record how jobs ended.
     """
-    try:
-        recorded = read_state(run)
-        return recorded if recorded.state == "queued" else state_with_truth(run)
-    except InputError as error:
-        app.post_message(failure(f"The state of {run.name} cannot be read", error))
-        return None
+    recorded = read_state(run)
+    return recorded if recorded.state == "queued" else state_with_truth(run)
 
 
 # A run's note and tags, and taking its metrics, its chart or its model elsewhere, from the list of
@@ -343,20 +349,15 @@ def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
     from so_tui.ui.dialogs import AskText
 
-    def read(text: str) -> RunNotes:
-        notes = _parsed_note(text)
+    def read(text: str) -> None:
         try:
-            write_notes(run, notes)
-        except InputError:
-            raise
-        except SoTuiError as error:  # another user's run
+            write_notes(run, _parsed_note(text))
+        except Refused as error:  # another user's run
             raise reject("not-kept", "note", "", str(error), "It is only read.") from None
-        return notes
 
-    hint = "Words that begin with # are tags: too short #paper"
     dialog = AskText(
         f"Note on {run.name}",
-        hint,
+        "Words that begin with # are tags: too short #paper",
         Input(_note_text(read_notes(run)), compact=True),
         yes="Keep",
         read=read,
@@ -380,8 +381,9 @@ def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
             found.append(f"`{more}` prints all of one.")
         else:
             found = [f"{run.name} has one attempt; the dashboard shows its log."]
-        notice = Notice(f"{run.name}: logs of earlier attempts", found, bad=False)
-        app.call_from_thread(app.push_screen, notice)
+        app.call_from_thread(
+            app.push_screen, Notice(f"{run.name}: logs of earlier attempts", found, bad=False)
+        )
 
     in_thread(app, read, "read earlier logs", group="request")
 
@@ -410,9 +412,14 @@ def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell
         (".parquet", "every step (with pyarrow)"),
         (".svg", "the chart as shown"),
     )
-    choices = [(f"{run.name}{ending}", what) for ending, what in endings]
     export = partial(_export, screen, run, curves, tell)
-    ask_where_to_export(screen, run.name, choices, new_path, export)
+    ask_where_to_export(
+        screen,
+        run.name,
+        [(f"{run.name}{ending}", what) for ending, what in endings],
+        new_path,
+        export,
+    )
 
 
 def ask_where_to_export(
@@ -425,28 +432,30 @@ def ask_where_to_export(
     """Ask for the file or folder that ``subject`` is exported to, one of ``choices`` or another,
     and call ``export``, which returns what was written, in a thread.
     """
-    from so_tui.ui.dialogs import AskText
+    from so_tui.ui.dialogs import AskText, show_dialog
 
     app = screen.app
 
     def write(path: Path) -> None:
         with reporting(app, subject, "exported", path):
-            said = f"Wrote {path}: {export(path)}"
-            app.call_from_thread(app.notify, said, markup=False, timeout=WROTE_S)
+            app.call_from_thread(
+                app.notify, f"Wrote {path}: {export(path)}", markup=False, timeout=WROTE_S
+            )
 
-    def named(path: Path | None) -> None:
-        if path is not None:
-            in_thread(screen, partial(write, path), "export", group="export")
-
-    hint = (
-        "Up, down or a click choose what. Another name or path can be given; its ending says what "
-        "is written."
-    )
-    title = f"Export {subject} to"
     dialog = AskText(
-        title, hint, Input(choices[0][0], compact=True), yes="Export", read=read, choices=choices
+        f"Export {subject} to",
+        "Up, down or a click choose what. Another name or path can be given; its ending says what "
+        "is written.",
+        Input(choices[0][0], compact=True),
+        yes="Export",
+        read=read,
+        choices=choices,
     )
-    app.push_screen(dialog, named)
+
+    def named(path: Path) -> None:
+        in_thread(screen, partial(write, path), "export", group="export")
+
+    show_dialog(app, dialog, named)
 
 
 def _export(
@@ -482,7 +491,7 @@ def _export(
     return said
 
 
-ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
+_ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
     "stop": _ask_to_stop,
     "checkpoint": partial(_request, "checkpoint", "Saving a checkpoint after this step"),
     "resume": _ask_to_resume,
@@ -490,7 +499,14 @@ ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
     "note": _ask_for_note,
     "attempts": _show_earlier_logs,
     "chat": _chat,
-    "differences": show_settings,
+    "differences": _show_settings,
     "copy": _copy_path,
 }
-"""What a key does to the run that a screen shows, by the key's id."""
+
+
+def act(app: SharedApp, name: str, run: RunDirectory) -> None:
+    """Do to ``run`` what a key is for, by the key's id, or say why its files cannot be read."""
+    try:
+        _ACTIONS[name](app, run)
+    except InputError as error:
+        app.post_message(failure(f"{run.name} cannot be read", error))

@@ -135,9 +135,10 @@ class RunLister:
         except InputError as error:
             readable, why = False, error.problems[0]
             state = RunState(name=run.name, state="lost", reason=why.message, suggestion=why.remedy)
-        checking = unconfirmed(run, state, self._watch)
         spec = self._shared(readable_spec(run))
-        return RunRow(run, spec, state, checking, read_notes(run), readable)
+        return RunRow(
+            run, spec, state, unconfirmed(run, state, self._watch), read_notes(run), readable
+        )
 
     def _shared(self, spec: RunSpec | None) -> RunSpec | None:
         """Return the same settings, whose parts are those of other runs where they are equal: the
@@ -219,8 +220,10 @@ class CurveReader:
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
             # Each time that rows are combined, those of a run that is watched halve once more.
-            most_rows = MOST_ROWS if row.live else ROWS
-            self._followed[row.run] = reader, FollowedSteps(reader, most_rows=most_rows)
+            self._followed[row.run] = (
+                reader,
+                FollowedSteps(reader, most_rows=MOST_ROWS if row.live else ROWS),
+            )
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
@@ -229,8 +232,10 @@ class CurveReader:
         if latest is None:
             return None
         span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
-        wanted = Wanted(("loss",), ("loss",))
-        more = steps.read(wanted, span, max(0.1, deadline - time.monotonic())) or more
+        more = (
+            steps.read(Wanted(("loss",), ("loss",)), span, max(0.1, deadline - time.monotonic()))
+            or more
+        )
         line = steps.series.line(mean_of("loss"), "main", len(steps.series))
         if not row.live and not more:
             del self._followed[row.run]  # it does not change any more

@@ -249,8 +249,9 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
-        stages = _stages(snapshot.events.phases, state.attempt, since, state.checks_s)
-        return timeline_lines(stages, now, width)
+        return timeline_lines(
+            _stages(snapshot.events.phases, state.attempt, since, state.checks_s), now, width
+        )
     records, inspected = snapshot.examined, snapshot.hosts.inspected
     if not records:
         return faint("step anatomy: after the first step")
@@ -304,16 +305,9 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     return Content.assemble(*pieces[:-1])
 
 
-def _usage_style(share: float) -> str:
-    """Return the colour of memory in use: a warning where less is free than the planner leaves
-    free, and bad where nearly nothing is.
-    """
+def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     from so_tui.plan.plan import GPU_MARGIN
 
-    return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
-
-
-def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
@@ -324,9 +318,9 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     if (used := gpu.memory_used_bytes) is not None and gpu.memory_total_bytes:
         share = used / gpu.memory_total_bytes
         text = memory_of(used, gpu.memory_total_bytes)
-        figures.append(
-            [*fill_pieces(share, bar, _usage_style(share)), f" {text}"] if width > 60 else [text]
-        )
+        style = "$warning" if share > 1 - GPU_MARGIN else "$memory"
+        style = "$error" if share > NEARLY_FULL else style
+        figures.append([*fill_pieces(share, bar, style), f" {text}"] if width > 60 else [text])
     if gpu.power_w is not None:
         figures.append([_watts(gpu.power_w, gpu.power_limit_w)])
     if gpu.clock_mhz is not None:

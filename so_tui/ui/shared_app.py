@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual import work
-from textual.binding import Binding
 from textual.reactive import var
 from textual.theme import Theme
 from textual.widgets import DataTable
@@ -37,8 +36,8 @@ from so_tui.ui.text import (
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
-from so_tui.ui.themes import DARK, ROLES, THEMES
-from so_tui.ui.widgets import command_key
+from so_tui.ui.themes import DARK, FALLBACKS, THEMES
+from so_tui.ui.widgets import keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -54,17 +53,6 @@ if TYPE_CHECKING:
     from so_tui.ui.run_rows import RunRow
 
 
-VIM_KEYS = {
-    "j": "down",
-    "k": "up",
-    "g": "home",
-    "G": "end",
-    "ctrl+d": "pagedown",
-    "ctrl+u": "pageup",
-}
-"""What each key of vim does, as the key that every widget knows. Where a screen has a command of
-its own on a key, that one wins.
-"""
 COMPACT = (
     [(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")],
     [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")],
@@ -84,16 +72,7 @@ class SettingsApp(FixedApp[None]):
     adds vim's keys.
     """
 
-    BINDINGS = [
-        command_key(
-            "comma",
-            "settings",
-            "Settings",
-            "Theme, keys, units and alerts, kept",
-            show=False,
-        ),
-        *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
-    ]
+    BINDINGS = keys("every-application")
 
     settings: var[Settings] = var(Settings())
     glyphs: var[GlyphName] = var[GlyphName]("braille")
@@ -114,9 +93,8 @@ class SettingsApp(FixedApp[None]):
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
-        glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
-        self.glyphs = glyphs
-        if glyphs == "ascii":
+        self.glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
+        if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
     def on_unmount(self) -> None:
@@ -129,9 +107,8 @@ class SettingsApp(FixedApp[None]):
         """Return the program's own colour names for a theme that does not define them."""
         variables = self.current_theme.to_color_system().generate()
         return {
-            name: variables.get(role.fallback, variables["foreground"])
-            for name, role in ROLES.items()
-            if role.fallback
+            name: variables.get(fallback, variables["foreground"])
+            for name, fallback in FALLBACKS.items()
         }
 
     def report_settings(self) -> None:
@@ -190,21 +167,23 @@ class SettingsApp(FixedApp[None]):
 
         error = writing.exception()
         if isinstance(error, InputError):
-            title = "The settings hold only until so-tui is left"
-            self.post_message(messages.failure(title, error))
+            self.post_message(
+                messages.failure("The settings hold only until so-tui is left", error)
+            )
         elif error is not None:
-            text = f"{type(error).__name__}: {error}"
-            self.notify(text, title="Not remembered", severity="error", markup=False)
+            self.notify(
+                f"{type(error).__name__}: {error}",
+                title="Not remembered",
+                severity="error",
+                markup=False,
+            )
 
     # Commands.
 
     def action_settings(self) -> None:
-        from so_tui.ui.dialogs import SettingsDialog
+        from so_tui.ui.dialogs import SettingsDialog, show_dialog
 
-        self.push_screen(
-            SettingsDialog(self.settings, self.available_themes),
-            lambda changes: self.keep(changes) if changes else None,
-        )
+        show_dialog(self, SettingsDialog(self.settings, self.available_themes), self.keep)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "vim":
@@ -438,8 +417,11 @@ class SharedApp(SettingsApp):
         from so_tui.folders import default_runs_dir
 
         if self.machine is not None:
-            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
-            messages.answer(self, self._show_findings, found)
+            messages.answer(
+                self,
+                self._show_findings,
+                findings(self.machine, checkpoints=self.runs_dir or default_runs_dir()),
+            )
 
     def _show_findings(self, findings: tuple[Finding, ...]) -> None:
         self.findings, self.doctor_line = findings, _doctor_summary(findings)
@@ -521,8 +503,9 @@ class SharedApp(SettingsApp):
             if answer:
                 proceed()
 
-        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id)
-        self.push_screen(question, answered)
+        self.push_screen(
+            Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id), answered
+        )
 
     # What needs another screen: the application above knows them.
 
@@ -549,8 +532,12 @@ class SharedApp(SettingsApp):
         way.
         """
         if self.starting:
-            text = f"{self.starting} is still being started. Runs are started one at a time."
-            self.notify(text, title="Not started", severity="warning", markup=False)
+            self.notify(
+                f"{self.starting} is still being started. Runs are started one at a time.",
+                title="Not started",
+                severity="warning",
+                markup=False,
+            )
         return not self.starting
 
     def report_failure(self, event: Worker.StateChanged) -> None:

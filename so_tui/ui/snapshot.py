@@ -197,11 +197,6 @@ class LoadStore:
         """Forget all samples."""
         self._loads: defaultdict[tuple[str, str, int], _Load] = defaultdict(_Load)
 
-    def forget(self, host: str) -> None:
-        """Forget the samples of a host."""
-        for key in [key for key in self._loads if key[1] == host]:
-            del self._loads[key]
-
     def want(self, names: Iterable[str]) -> None:
         """Keep these numbers (of ``sampled_value``) from now on, and forget the samples so far,
         which lack some of them.
@@ -363,13 +358,11 @@ class Loads:
         since = self._begun if self._begun > 0 else until
         since = since if start is None else min(since, start.time)
         if until - since > 2:
-            history = self._reader.samples[host]
-            try:
-                for rollup in history.history(since, math.nextafter(until, 0), HISTORY_ROWS):
-                    self.store.append(host, rollup.mean)
-            except OSError:
-                self.store.forget(host)  # it is read again from its begin
-                raise
+            history = self._reader.samples[host].history(
+                since, math.nextafter(until, 0), HISTORY_ROWS
+            )
+            for rollup in list(history):  # all of them or none: it is read again from its begin
+                self.store.append(host, rollup.mean)
 
     def average(self, steps_at: array[float]) -> None:
         """Once a run has ended, average each host from the first step of its last attempt to the
@@ -384,8 +377,7 @@ class Loads:
         if first == len(steps_at) or steps_at[first] >= latest.time:
             return
         for host in self._latest.keys() - self._means.keys():
-            history = self._reader.samples[host]
-            parts = history.history(steps_at[first], latest.time, HISTORY_ROWS)
+            parts = self._reader.samples[host].history(steps_at[first], latest.time, HISTORY_ROWS)
             some = []
             while chunk := list(islice(parts, ROLLED_UP)):
                 some.append(roll_up(chunk))

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from msgspec import toml
 from rich.segment import Segment
 from textual import events
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
 from textual.strip import Strip
@@ -20,23 +23,14 @@ from textual.widgets import Input
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin
 
+_KEYS = toml.decode(
+    Path(__file__).with_name("keys.toml").read_bytes(), type=dict[str, list[dict[str, Any]]]
+)
 
-def command_key(
-    keys: str,
-    action: str,
-    name: str,
-    tooltip: str = "",
-    *,
-    id: str = "",
-    display: str | None = None,
-    show: bool = True,
-) -> Binding:
-    """Return the binding of a command, which the help lists and the user's keymap may change.
 
-    Its ``id``, if not given, is the name of the action with hyphens.
-    """
-    id = id or action.partition("(")[0].replace("_", "-")
-    return Binding(keys, action, name, show, display, tooltip=tooltip, id=id)
+def keys(*names: str) -> list[BindingType]:
+    """Return the bindings of these tables of ``keys.toml``, in their order."""
+    return [Binding(**key) for name in names for key in _KEYS[name]]
 
 
 # Frames around panels: rounded lines with the panel's title on the left of the upper one, and its
@@ -68,10 +62,7 @@ class FindField(Input):
     ``Input.Submitted`` on enter.
     """
 
-    BINDINGS = [
-        Binding("enter", "submit", "Go there"),
-        Binding("escape", "screen.leave_field", "Clear"),
-    ]
+    BINDINGS = keys("find")
 
     DEFAULT_CSS = """
     FindField {
@@ -111,6 +102,7 @@ class Grip(CachedLinesMixin):
     """
 
     ALLOW_SELECT = False
+    upright = False
     _from: int | None = None
     """Where it was grasped; None while it is not."""
 
@@ -125,7 +117,7 @@ class Grip(CachedLinesMixin):
         done: bool
 
     def _at(self, event: events.MouseEvent) -> int:
-        return int(event.screen_y)
+        return int(event.screen_x if self.upright else event.screen_y)
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
         self._from = self._at(event)
@@ -145,12 +137,10 @@ class Grip(CachedLinesMixin):
 class Divider(Grip):
     """A line from top to bottom."""
 
+    upright = True
     DEFAULT_CSS = """
     Divider { width: 1; height: 100%; color: $background; &:hover { color: $accent; } }
     """
-
-    def _at(self, event: events.MouseEvent) -> int:
-        return int(event.screen_x)
 
     def render_line(self, y: int) -> Strip:
         return Strip([Segment("│", self.rich_style)], 1)

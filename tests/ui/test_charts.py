@@ -271,7 +271,7 @@ def test_what_is_remembered_and_unknown_is_left_out() -> None:
 def test_a_typed_weight_is_a_number() -> None:
     assert list(map(_weight_of, ("", "0", " 0.99 "))) == [None, 0.0, 0.99]
     for wrong in ("1", "-0.1", "nan"):
-        with pytest.raises(ValueError, match=f"^{wrong}$"):
+        with pytest.raises(ValueError, match="Expected `float`"):
             _weight_of(wrong)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from rich.segment import Segment
@@ -28,7 +29,6 @@ from so_tui.ui.charts.drawing import (
     joined,
     plot_key,
     plot_rows,
-    role_css,
     spans,
     value_at,
     with_cursor,
@@ -267,68 +267,42 @@ class Chart(DrawnRowsMixin, can_focus=True):
     """Whether the click that follows was a drag."""
 
     @dataclass
-    class CursorMoved(Message):
-        """A position on the axis was clicked."""
+    class Moved(Message):
+        """The mouse asks for another view. ``how`` names the method of the dashboard's ``View``,
+        and ``values`` are its arguments without the extent.
+        """
 
-        x: float
-
-    @dataclass
-    class Zoomed(Message):
-        """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
-
-        factor: float
-        x: float
-
-    @dataclass
-    class Ranged(Message):
-        """A range of the axis was dragged over."""
-
-        low: float
-        high: float
-
-    @dataclass
-    class Panned(Message):
-        """The axis was pushed by a share of its width."""
-
-        share: float
+        how: Literal["at", "zoomed", "ranged", "panned"]
+        values: dict[str, float]
 
     ROLES = {
-        "raw": "color: $raw-line",
-        "main": "color: $accent",
-        "second": "color: $secondary",
-        "third": "color: $exposed",
-        "fourth": "color: $success",
-        "gpu": "color: $gpu",
-        "memory": "color: $memory",
-        "adam": "color: $adam",
-        "data": "color: $data-part",
-        "forward": "color: $forward",
-        "backward": "color: $backward",
-        "exposed": "color: $exposed",
-        **{role: f"color: ${role}" for role in RUN_ROLES},
-        "band": "color: $raw-line",
-        "axis": "color: $rule",
-        "frame": "color: $rule",
-        "label": "color: $faint",
-        "mark": "color: $success",
-        "bad": "color: $error",
-        "limit": "color: $warning",
-        "cursor": "color: $warning",
-        "title": "text-style: bold",
-        "note": "color: $faint",
-        "page": "color: $faint",
+        "raw": "$raw-line",
+        "main": "$accent",
+        "second": "$secondary",
+        "third": "$exposed",
+        "fourth": "$success",
+        "gpu": "$gpu",
+        "memory": "$memory",
+        "adam": "$adam",
+        "data": "$data-part",
+        "forward": "$forward",
+        "backward": "$backward",
+        "exposed": "$exposed",
+        **{role: f"${role}" for role in RUN_ROLES},
+        "band": "$raw-line",
+        "axis": "$rule",
+        "frame": "$rule",
+        "label": "$faint",
+        "mark": "$success",
+        "bad": "$error",
+        "limit": "$warning",
+        "cursor": "$warning",
+        "title": "bold",
+        "note": "$faint",
+        "page": "$faint @click=screen.page(1)",
         "empty": "",
     }
-    COMPONENT_CLASSES = {f"chart--{role}" for role in ROLES}
-    DEFAULT_CSS = (
-        "Chart { height: 1fr; width: 1fr;"
-        + role_css("chart", ROLES)
-        + """
-        &:focus .chart--title { color: $accent; text-style: bold underline; }
-        &:focus .chart--frame { color: $accent; }
-    }
-    """
-    )
+    DEFAULT_CSS = "Chart { height: 1fr; width: 1fr; }"
 
     def __init__(self, metric: Metric, *, boxed: bool = True) -> None:
         super().__init__(id=metric.key)
@@ -353,7 +327,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
         self._shown: tuple[object, ...] = ()
-        self._role_styles = RoleStyles("chart", self.ROLES, {"page": "screen.page(1)"})
+        self._role_styles = RoleStyles(
+            self.ROLES, {"title": "bold underline $accent", "frame": "$accent"}
+        )
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
@@ -376,10 +352,12 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.lines = [line for line, _ in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
-        window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = self.notes, alarm, progress, self.turns, self.waiting, self.metric.shown_in
-        lines = self.named, self.marked
-        shown = lines, window, heading, self.marks, cursor, self.log_scale, self.robust
+        shown = (
+            *(self.named, self.marked, self.marks, self.notes),
+            None if axis is None else (axis.unit, axis.low, axis.high),
+            *(cursor, alarm, progress, self.turns, self.waiting),
+            *(self.metric.shown_in, self.log_scale, self.robust),
+        )
         if shown != self._shown:
             self._shown = shown
             self.repaint()
@@ -387,7 +365,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         x = self._x_at(event.x)
         if x is not None and not self._dragged and "@click" not in event.style.meta:
-            self.post_message(self.CursorMoved(x))
+            self.post_message(self.Moved("at", {"x": x}))
 
     @property
     def chosen(self) -> tuple[int, int] | None:
@@ -427,7 +405,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
             self.repaint()
         elif moved.far:
             self._dragged = True
-            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
+            share = (drag.start - moved.at) / max(1, self.columns)
+            self.post_message(self.Moved("panned", {"share": share}))
             self._drag = replace(moved, start=moved.at, moved=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
@@ -440,7 +419,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
             last = self.inset + GUTTER + self.columns - 1
             low, high = (self._x_at(min(cell, last)) for cell in chosen)
             if low is not None and high is not None:
-                self.post_message(self.Ranged(low, high))
+                self.post_message(self.Moved("ranged", {"low": low, "high": high}))
             self.repaint()
 
     @on(events.MouseScrollUp)
@@ -452,9 +431,11 @@ class Chart(DrawnRowsMixin, can_focus=True):
         sideways = isinstance(event, events.MouseScrollLeft | events.MouseScrollRight)
         x = self._x_at(event.x)
         if sideways or event.shift or event.ctrl:
-            self.post_message(self.Panned(WHEEL_PAN if forward else -WHEEL_PAN))
+            share = WHEEL_PAN if forward else -WHEEL_PAN
+            self.post_message(self.Moved("panned", {"share": share}))
         elif x is not None:
-            self.post_message(self.Zoomed(1 / WHEEL_ZOOM if forward else WHEEL_ZOOM, x))
+            factor = 1 / WHEEL_ZOOM if forward else WHEEL_ZOOM
+            self.post_message(self.Moved("zoomed", {"factor": factor, "about": x}))
         else:
             return
         event.stop()
@@ -501,11 +482,17 @@ class Chart(DrawnRowsMixin, can_focus=True):
         styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
         labels = gutter_text(scale, height, self.metric.format_value, self.metric.shown_in[0])
-        rows = []
-        for label, row in zip(labels, plot, strict=True):
-            row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
-            row = self._with_range(row, width)
-            rows.append(frame.full_row([Segment(label, styles["label"]), *row]))
+        rows = [
+            frame.full_row(
+                [
+                    Segment(label, styles["label"]),
+                    *self._with_range(
+                        with_cursor(row, axis, self.cursor, width, styles["cursor"]), width
+                    ),
+                ]
+            )
+            for label, row in zip(labels, plot, strict=True)
+        ]
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
@@ -524,12 +511,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
             signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
         if self.metric.leads and self.lines[0].series.missing:
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
-        edges = axis.edges(width)
-        marks = list(self.marks)
-        for column, sign in signs.items():
-            middle = (edges[column] + edges[column + 1]) / 2
-            marks.append(Mark(middle, middle, sign, "bad"))
-        return marks
+        middles = [(low + high) / 2 for low, high in pairwise(axis.edges(width))]
+        bad = (Mark(middles[at], middles[at], sign, "bad") for at, sign in signs.items())
+        return [*self.marks, *bad]
 
     def _plot(
         self, axis: Axis, width: int, height: int, styles: Mapping[str, Style]
@@ -542,8 +526,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            size = width, height
-            self._plotted = plot_rows(self.lines, axis, self._fit, size, glyphs, styles)
+            self._plotted = plot_rows(self.lines, axis, self._fit, (width, height), glyphs, styles)
         return self._plotted
 
     def _fit(self, found: list[Spans]) -> Scale:

@@ -523,12 +523,12 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
 
 
 def with_cursor(
-    row: list[Segment], axis: Axis | None, cursor: float | None, width: int, style: Style
+    row: list[Segment], axis: Axis, cursor: float | None, width: int, style: Style
 ) -> list[Segment]:
     """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the
     cursor's colour.
     """
-    if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
+    if cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
     for number, (text, beside, _) in enumerate(row):
@@ -574,21 +574,16 @@ def _label(value: float, text: str) -> str:
     return next((way for way in ways if len(way) < GUTTER), "")
 
 
-def role_css(prefix: str, roles: Mapping[str, str]) -> str:
-    """Return the rules of a widget's component classes: a style for each role."""
-    return "".join(f".{prefix}--{role} {{ {style}; }}\n" for role, style in roles.items() if style)
-
-
 class RoleStyles:
-    """A widget's component styles by role, looked up again only when theme or focus changed:
+    """Styles of what a widget draws, by role, looked up again only when theme or focus changed:
     looking them up costs as much as drawing.
     """
 
-    def __init__(
-        self, prefix: str, roles: Iterable[str], actions: Mapping[str, str] | None = None
-    ) -> None:
-        """``actions`` are those of roles that can be clicked."""
-        self._prefix, self._roles, self._actions = prefix, tuple(roles), actions or {}
+    def __init__(self, roles: Mapping[str, str], focused: Mapping[str, str] | None = None) -> None:
+        """Take the roles as they look, and those that look otherwise while the widget has the
+        focus.
+        """
+        self._roles, self._focused = roles, {**roles, **(focused or {})}
         self._key: tuple[object, ...] = ()
         self._styles: dict[str, Style] = {}
 
@@ -596,10 +591,9 @@ class RoleStyles:
         """Return the styles, each also in bold, and the widget's own as ``base``."""
         key = (widget.app.theme, widget.has_focus, widget.is_maximized)
         if key != self._key:
-            self._key, self._styles = key, {"base": widget.rich_style}
-            for role in self._roles:
-                style = widget.get_component_rich_style(f"{self._prefix}--{role}")
-                if role in self._actions:
-                    style += Style(meta={"@click": self._actions[role]})
+            parse, base = widget.app.stylesheet.parse_style, widget.rich_style
+            self._key, self._styles = key, {"base": base}
+            for role, look in (self._focused if widget.has_focus else self._roles).items():
+                style = base + parse(look).rich_style
                 self._styles |= {role: style, f"bold {role}": style + BOLD}
         return self._styles

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Input, Static
@@ -34,7 +33,7 @@ from so_tui.spec.generation import (
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.shared_app import SettingsApp
 from so_tui.ui.text import Content, faint, shorten
-from so_tui.ui.widgets import KeyLine, Rule
+from so_tui.ui.widgets import KeyLine, Rule, keys
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -130,18 +129,7 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#question"
-    BINDINGS = [
-        Binding(
-            "escape",
-            "stop_or_leave",
-            "Stop, leave",
-            tooltip="Stop the answers that are being written; without any, or again, leave",
-        ),
-        Binding("f2", "sampling", "Sampling", tooltip="Temperature, top-p, longest answer, seed"),
-        Binding("f3", "forget", "New conversation", tooltip="Forget what was said"),
-        Binding("pageup", "scroll(-1)", "Back", show=False),
-        Binding("pagedown", "scroll(1)", "Forward", show=False),
-    ]
+    BINDINGS = keys("chat")
 
     def __init__(self, load: LoadModel, sampling: Sampling, system: str = "") -> None:
         """Load a model, which begins when the screen is shown.
@@ -257,8 +245,9 @@ class ChatScreen(Screen[None]):
         text = event.value.strip()
         if text and self._process is not None and self._columns and not self.writing:
             event.input.clear()
-            prompts = [column.ask(text) for column in self._columns.values()]
-            self._process.ask(prompts, self._sampling)
+            self._process.ask(
+                [column.ask(text) for column in self._columns.values()], self._sampling
+            )
             self._stopping = False
 
     def action_stop_or_leave(self) -> None:
@@ -269,24 +258,20 @@ class ChatScreen(Screen[None]):
             self.dismiss(None)
 
     def action_sampling(self) -> None:
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
-        def answered(sampling: Sampling | None) -> None:
-            if sampling is not None:
-                self._sampling = sampling
-                self._show_sampling()
+        def answered(sampling: Sampling) -> None:
+            self._sampling = sampling
+            self._show_sampling()
 
-        hint = "temperature=0 takes the most probable token; the same seed gives the same answer"
-        self.app.push_screen(
-            AskText(
-                "Sampling",
-                hint,
-                Input(_sampling_text(self._sampling), compact=True),
-                yes="Use",
-                read=_read_sampling,
-            ),
-            answered,
+        dialog = AskText(
+            "Sampling",
+            "temperature=0 takes the most probable token; the same seed gives the same answer",
+            Input(_sampling_text(self._sampling), compact=True),
+            yes="Use",
+            read=_read_sampling,
         )
+        show_dialog(self.app, dialog, answered)
 
     def action_forget(self) -> None:
         if not self.writing:

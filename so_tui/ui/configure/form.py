@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
@@ -31,7 +30,7 @@ from so_tui.ui.form import (
     text_of,
 )
 from so_tui.ui.text import Content, faint
-from so_tui.ui.widgets import FindField
+from so_tui.ui.widgets import FindField, keys
 
 # ``−`` and ``+`` beside the number of the selected field, for the mouse.
 
@@ -67,10 +66,6 @@ class _Stepper(Static):
 
 # One row of the form: its name, its control, and beside it a hint or a problem.
 
-_MOVES = [
-    Binding("down", "screen.field(1)", "Next field", show=False),
-    Binding("up", "screen.field(-1)", "Field before", show=False),
-]
 _LENGTH_FIELD = FieldInfo(
     path=LENGTH,
     type_name="number",
@@ -96,7 +91,7 @@ class _Tick(Checkbox):
 class _Choice(Select[str], inherit_bindings=False):
     """A choice that opens with enter or space: up and down move between the fields of a form."""
 
-    BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False), *_MOVES]
+    BINDINGS = keys("choice", "moves")
 
 
 class _FormEntry(Input):
@@ -104,17 +99,13 @@ class _FormEntry(Input):
     scroll.
     """
 
-    BINDINGS = [*_MOVES]
+    BINDINGS = keys("moves")
 
 
 class FieldRow(Horizontal):
     """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
 
-    BINDINGS = [  # here, too: the form around it would scroll
-        *_MOVES,
-        Binding("shift+up", "step(1)", "More", show=False),
-        Binding("shift+down", "step(-1)", "Less", show=False),
-    ]
+    BINDINGS = keys("moves", "field")  # here, too: the form around it would scroll
 
     DEFAULT_CSS = """
     FieldRow {
@@ -172,11 +163,9 @@ class FieldRow(Horizontal):
         info, value = self.info, self._value
         if info.type_name == "boolean":
             checked = value == "true"
-            word = "yes" if checked else "no"
-            yield _Tick(word, checked, compact=True, classes="field-control")
+            yield _Tick("yes" if checked else "no", checked, compact=True, classes="field-control")
         elif info.choices:
-            options = [(choice, choice) for choice in info.choices]
-            yield _choice(options, value, "field-control")
+            yield _choice([(choice, choice) for choice in info.choices], value, "field-control")
         else:
             kind = "field-text" if info.type_name == "text" else ""
             if info.type_name in NUMBERS:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widgets import Button, Static
@@ -20,6 +19,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.run_rows import bars
 from so_tui.ui.text import Content, in_rows, shows_ascii
+from so_tui.ui.widgets import keys
 from so_tui.units import duration, memory_of, plural
 from so_tui.units import memory_size as memory
 
@@ -36,11 +36,7 @@ class WhatIf(StyledLines, can_focus=True):
     is marked.
     """
 
-    BINDINGS = [
-        Binding("left", "step(-1)", "Less", show=False),
-        Binding("right", "step(1)", "More", show=False),
-        Binding("up,down", "other", "Other strip", show=False),
-    ]
+    BINDINGS = keys("what-if")
 
     DEFAULT_CSS = """
     WhatIf.-empty { display: none; }
@@ -173,8 +169,7 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
         elif choice.plan.step_s is None:
             sign = UNKNOWN
         pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
-    line = Content.assemble(*pieces, (f" {high:.2f}", "$faint"))
-    return [line, _figures(present, width)]
+    return [Content.assemble(*pieces, (f" {high:.2f}", "$faint")), _figures(present, width)]
 
 
 def _figures(choice: Choice, width: int) -> Content:

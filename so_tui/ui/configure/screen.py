@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import getters, on, work
-from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.timer import Timer
 from textual.widget import Widget
@@ -34,9 +33,9 @@ from so_tui.ui.form import (
     text_of,
 )
 from so_tui.ui.messages import Failed, answer, reporting
-from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
+from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider, command_key
+from so_tui.ui.widgets import Divider, keys
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -145,26 +144,7 @@ class ConfigureScreen(ResizablePage):
         "does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
-    BINDINGS = [
-        command_key("l,f5", "launch", "Launch", "Start this run (asks once)", display="l/F5"),
-        command_key("ctrl+s", "save", "Save", "Save these settings as a preset"),
-        command_key("equals_sign", "differences", "Changes", "What differs from the preset"),
-        command_key("u", "reset", "Undo", "Undo your changes; once more, use the preset as it is"),
-        command_key(
-            "d",
-            "preview_data",
-            "Data",
-            "See the data as the model will: rows, lengths, packing, what is dropped",
-        ),
-        command_key("y", "copy", "Copy", "Copy the exact command that would be started"),
-        command_key("slash", "find", "Find", "Find a field by its name"),
-        command_key(
-            "k", "what_if", "What if", "Step ratio and Adam cores with left and right", show=False
-        ),
-        Binding("down", "field(1)", "Next field", show=False),
-        Binding("up", "field(-1)", "Field before", show=False),
-        OTHER_MACHINE,
-    ]
+    BINDINGS = keys("configure", "other-machine")
 
     form = getters.query_one(FormPanel)
     plan = getters.query_one(PlanPanel)
@@ -210,8 +190,9 @@ class ConfigureScreen(ResizablePage):
         self.app.drafts[preset] = draft
         if wanted is not None:
             machine = self.app.machine if self.app.machine_file else None
-            named = "this machine" if machine is None else printable_line(machine.label)
-            draft.recommend(wanted, named)
+            draft.recommend(
+                wanted, "this machine" if machine is None else printable_line(machine.label)
+            )
         self.call_after_refresh(self._show_form, draft, field)
 
     async def _show_form(self, draft: Draft, field: str = "") -> None:
@@ -338,8 +319,7 @@ class ConfigureScreen(ResizablePage):
         if self.has_class("-narrow"):
             return None
         step = -4 if panel is not None and self.plan in panel.ancestors else 4
-        most = self.size.width - LEAST_PLAN
-        return Size("form", self.form.size.width, 40, most, step=step)
+        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN, step=step)
 
     def _mark_fields(self, planned: Planned, draft: Draft) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
@@ -409,8 +389,9 @@ class ConfigureScreen(ResizablePage):
             preset_actions.ask_to_launch(self.app, launch)
         else:
             offer = preset_actions.launch_anyway(self.app, launch)
-            title = f"{plan.spec.label} does not fit here"
-            self.app.post_message(Failed(title, plan.reason_texts, offer=offer))
+            self.app.post_message(
+                Failed(f"{plan.spec.label} does not fit here", plan.reason_texts, offer=offer)
+            )
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:
@@ -425,7 +406,7 @@ class ConfigureScreen(ResizablePage):
         again before another preset is replaced.
         """
         from so_tui.spec import check_user_name, save_preset
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
         app, presets = self.app, self.app.presets
 
@@ -440,23 +421,31 @@ class ConfigureScreen(ResizablePage):
                     app.drafts.pop(saved, None)
                 self.edit(name)
 
-        def named(name: str | None) -> None:
-            if not name:
-                return
+        def named(name: str) -> None:
             taken = presets.get(name)
             if taken is None or name == base:
                 save(name)
             else:
-                title = f"Replace your preset {name}?"
-                app.ask(title, [taken.path], partial(save, name), yes="Replace", no="No, keep it")
+                app.ask(
+                    f"Replace your preset {name}?",
+                    [taken.path],
+                    partial(save, name),
+                    yes="Replace",
+                    no="No, keep it",
+                )
 
         def read(name: str) -> str:
             check_user_name(name, presets)
             return name
 
-        hint = "A short name: small letters, digits, - . _"
-        entry = Input(f"{base}-mine", compact=True)
-        app.push_screen(AskText("Save as preset", hint, entry, yes="Save", read=read), named)
+        dialog = AskText(
+            "Save as preset",
+            "A short name: small letters, digits, - . _",
+            Input(f"{base}-mine", compact=True),
+            yes="Save",
+            read=read,
+        )
+        show_dialog(app, dialog, named)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""
@@ -466,8 +455,12 @@ class ConfigureScreen(ResizablePage):
             if (draft := self._draft) is not None:
                 self.app.push_screen(DataPreviewScreen(with_values(draft.base, draft.edits)))
         except InputError as error:
-            title = "Correct these fields before previewing the data"
-            self.app.post_message(Failed(title, tuple(map(problem_text, error.problems))))
+            self.app.post_message(
+                Failed(
+                    "Correct these fields before previewing the data",
+                    tuple(map(problem_text, error.problems)),
+                )
+            )
 
     def action_differences(self) -> None:
         """Show every field that differs from the preset."""
@@ -475,15 +468,15 @@ class ConfigureScreen(ResizablePage):
 
         if (draft := self._draft) is None:
             return
-        changed = draft.changes
-        lines = []
-        for path, text in sorted(draft.edits.items()):
-            before = draft.base_values[path] or "empty"
-            why = "" if path in changed else "   recommended"
-            lines.append(f"{path}: {before} → {text or 'empty'}{why}")
-        lines = lines or ["No field differs from the preset."]
-        title = f"What differs from preset {draft.base.name}"
-        self.app.push_screen(Notice(title, lines, bad=False))
+        changed, base = draft.changes, draft.base_values
+        lines = [
+            f"{path}: {base[path] or 'empty'} → {text or 'empty'}"
+            f"{'' if path in changed else '   recommended'}"
+            for path, text in sorted(draft.edits.items())
+        ] or ["No field differs from the preset."]
+        self.app.push_screen(
+            Notice(f"What differs from preset {draft.base.name}", lines, bad=False)
+        )
 
     def action_reset(self) -> None:
         """Ask to undo the user's changes, or to give up what was recommended where there are

@@ -5,7 +5,7 @@ that the screen hands in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 from textual.app import ComposeResult
@@ -14,7 +14,6 @@ from textual.containers import Container
 from so_tui.runs.results import mean_name
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
-    PAGE_KEYS,
     ROOMY,
     ChartLayout,
     sampled_lines,
@@ -27,79 +26,16 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, distinct, faint, in_rows, reading_text, wrapped
 from so_tui.ui.textual_fixes import CachedLinesMixin
-from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """What charts are drawn of."""
-
-    snapshot: Snapshot
-    view: View
-    axis: Axis | None
-    overlays: tuple[Overlaid, ...] = ()
-
-    @property
-    def beyond_end(self) -> bool:
-        """Whether the cursor stands after the last step of the run."""
-        cursor, length = self.view.cursor, self.snapshot.length
-        if cursor is None or not length or not self.overlays:
-            return False
-        positions = (
-            self.snapshot.whole.steps if self.view.unit == "step" else self.snapshot.whole.times
-        )
-        return cursor > positions[length - 1]
-
-
 class ChartPanel(Container, CachedLinesMixin):
     """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of
     ``Chart``.
     """
-
-    KEYS = (
-        command_key(
-            "M", "metrics", "Metrics", "Choose what the charts show, and how it is smoothed"
-        ),
-        command_key("G", "grid", "Grid", "Rows and columns of charts, 1x1 to 3x3", show=False),
-        *PAGE_KEYS,
-        command_key(
-            "w", "smooth(1)", "Smoothing", "Mean of the last steps, or EMA 0 to 0.99", show=False
-        ),
-        command_key(
-            "W",
-            "smooth(-1)",
-            "Less smoothing",
-            "Back to the smoothing before",
-            id="smooth-less",
-            show=False,
-        ),
-        command_key(
-            "L", "log_scale", "Log y", "Logarithmic y axis of the chart with the focus", show=False
-        ),
-        command_key(
-            "R", "robust_scale", "Robust y", "Leave outliers out of its y axis", show=False
-        ),
-        command_key(
-            "H",
-            "hardware",
-            "Hardware",
-            "What GPUs and nodes did instead of metrics; again: back",
-            show=False,
-        ),
-        command_key(
-            "E",
-            "export",
-            "Export",
-            "The chart with the focus as SVG, its values as CSV",
-            show=False,
-        ),
-        command_key("v", "overlay", "Overlay", "Lay other runs over every chart", show=False),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     def __init__(self, layout: ChartLayout) -> None:
         self.chart_layout = layout
@@ -173,14 +109,11 @@ class ChartPanel(Container, CachedLinesMixin):
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than
         before.
         """
-        number = self.page.number + turned
-        if turned < 0:
-            number %= self.page.pages
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
-        page = shown.page(number, self.room)
+        page = shown.page(self.page.number + turned, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
@@ -200,23 +133,32 @@ class ChartPanel(Container, CachedLinesMixin):
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
     ) -> None:
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
+        self._snapshot, self._view, self._overlays = snapshot, view, overlays
+        self._axis = axis if snapshot.length else None
+        events = snapshot.events
         marks = [
-            Mark(float(saved.step), saved.time, "◆", "mark")
-            for saved in snapshot.events.checkpoints
+            *(Mark(float(saved.step), saved.time, "◆", "mark") for saved in events.checkpoints),
+            *(Mark(float(resume.step), resume.time, "↻", "mark") for resume in events.resumes),
         ]
-        marks += [
-            Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.events.resumes
-        ]
-        shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
         for chart in self.charts:
             last = chart.metric is self.page.metrics[-1]
             chart.turns = self.page.note_in(chart.heading_room) if last else ""
-            self._show_metric(chart, shown, marks)
+            self._show_metric(chart, marks)
 
-    def _show_metric(self, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
-        metric, snapshot = chart.metric, shown.snapshot
+    @property
+    def _beyond_end(self) -> bool:
+        """Whether the cursor stands after the last step of the run, where only another run has
+        values.
+        """
+        cursor, whole, length = self._view.cursor, self._snapshot.whole, self._snapshot.length
+        if cursor is None or not length or not self._overlays:
+            return False
+        return cursor > (whole.steps if self._view.unit == "step" else whole.times)[length - 1]
+
+    def _show_metric(self, chart: Chart, marks: list[Mark]) -> None:
+        metric, snapshot = chart.metric, self._snapshot
         coloured = not self.app.no_color
-        pairs = _lines(chart, shown, coloured=coloured)
+        pairs = self._lines(chart, coloured=coloured)
         measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
         sampled = all(name in snapshot.hosts.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (
@@ -226,72 +168,75 @@ class ChartPanel(Container, CachedLinesMixin):
         if snapshot.length and not measured:
             chart.waiting = "not measured in this run" if known else "reading …"
             pairs = []
-        if shown.beyond_end:  # the cursor is where only another run has values
+        if self._beyond_end:
             pairs = [(line, "") for line, _ in pairs]
-        for at, other in enumerate(shown.overlays):
+        for at, other in enumerate(self._overlays):
             look = look_of(at, coloured=coloured)
             pairs += [(line, "") for line in other.lines(metric, *look)]
         roomy = chart.heading_room >= ROOMY
         if metric.narrow_title:
             chart.title = metric.title if roomy else metric.narrow_title
-        latest = snapshot.latest if shown.view.cursor is None else None
+        latest = snapshot.latest if self._view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         losses = snapshot.whole.series.get("loss")
         missing = losses.missing if losses is not None else 0
         chart.show(
             pairs,
-            shown.axis,
+            self._axis,
             marks=marks,
             marked=snapshot.hosts.sampled.get(metric.marked, ()),
-            cursor=shown.view.cursor,
-            notes=[shown.view.range_note, *own] if metric.leads else own,
+            cursor=self._view.cursor,
+            notes=[self._view.range_note, *own] if metric.leads else own,
             alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",
             progress=reading_text(snapshot.unread_share) if metric.leads else "",
         )
 
+    def _lines(self, chart: Chart, *, coloured: bool) -> list[Named]:
+        """Return the lines of a metric with their names in the heading. Where nothing is
+        ``coloured``, parts of a step have signs.
+        """
+        metric, snapshot, axis = chart.metric, self._snapshot, self._axis
+        roomy = chart.heading_room >= ROOMY
+        crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
+        newest = "." if snapshot.training or self._view.cursor is not None or crowded else "last"
+        evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
+        if metric.key == EVALUATIONS:
+            return [(line, newest) for line in evaluations]
+        if metric.samples:
+            return sampled_lines(
+                metric, snapshot.hosts.sampled, alone=not self._overlays, coloured=coloured
+            )
+        if not set(metric.fields) <= snapshot.whole.series.keys():
+            return []
+        if metric.roles:
+            parts = zip(metric.fields, metric.roles, metric.names, strict=True)
+            return [
+                (
+                    replace(
+                        snapshot.line(field, role, axis), sign=look_of(at, coloured=coloured).sign
+                    ),
+                    name,
+                )
+                for at, (field, role, name) in enumerate(parts)
+            ]
+        field = metric.fields[0]
+        if metric.leads and snapshot.training and self._view.cursor is None:
+            newest = "now"
+        smoothed = field in snapshot.whole.means
+        pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
+        if smoothed:
+            pairs.append((snapshot.line(mean_of(field), metric.role, axis), self._mean_name(chart)))
+        if metric.leads:
+            pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
+        return pairs
 
-def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
-    """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
-    parts of a step have signs.
-    """
-    metric, snapshot, axis = chart.metric, shown.snapshot, shown.axis
-    roomy = chart.heading_room >= ROOMY
-    crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
-    newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
-    evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
-    if metric.key == EVALUATIONS:
-        return [(line, newest) for line in evaluations]
-    if metric.samples:
-        return sampled_lines(
-            metric, snapshot.hosts.sampled, alone=not shown.overlays, coloured=coloured
-        )
-    if not set(metric.fields) <= snapshot.whole.series.keys():
-        return []
-    if metric.roles:
-        both = zip(metric.fields, metric.roles, strict=True)
-        lines = [snapshot.line(field, role, axis) for field, role in both]
-        looks = [look_of(at, coloured=coloured) for at in range(len(lines))]
-        signed = (replace(line, sign=look.sign) for line, look in zip(lines, looks, strict=True))
-        return list(zip(signed, metric.names, strict=True))
-    field = metric.fields[0]
-    if metric.leads and snapshot.training and shown.view.cursor is None:
-        newest = "now"
-    smoothed = field in snapshot.whole.means
-    pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
-    if smoothed:
-        pairs.append((snapshot.line(mean_of(field), metric.role, axis), _mean_name(chart, shown)))
-    if metric.leads:
-        pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
-    return pairs
-
-
-def _mean_name(chart: Chart, shown: _Shown) -> str:
-    """Return the name of the mean in as many words as leave room for the other values."""
-    snapshot, whole = shown.snapshot, shown.snapshot.whole
-    if whole.wanted.ema is not None:
-        return mean_name(whole.span, whole.wanted.ema)
-    room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
-    return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
+    def _mean_name(self, chart: Chart) -> str:
+        """Return the name of the mean in as many words as leave room for the other values."""
+        snapshot, whole = self._snapshot, self._snapshot.whole
+        if whole.wanted.ema is not None:
+            return mean_name(whole.span, whole.wanted.ema)
+        room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
+        return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 
 
 # The legend of runs that are laid over each other: every one of them, with its value in the chart

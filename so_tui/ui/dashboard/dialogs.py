@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
 from so_tui.runs import RunDirectory
@@ -26,18 +24,19 @@ from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
     METRICS,
-    MOST_EMA,
     ChartLayout,
+    Ema,
     sampled_lines,
 )
 from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
-from so_tui.ui.dialogs import CLOSE, TickDialog, TickList, button, dialog
+from so_tui.ui.dialogs import CLOSE, Dialog, TickDialog, TickList, button, dialog
 from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
+from so_tui.ui.widgets import keys
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -56,17 +55,10 @@ EMPTY = (
 )
 
 
-class AnswersScreen(ModalScreen[None]):
+class AnswersScreen(Dialog[None]):
     """Shows the newest answers, and those of earlier steps with left and right."""
 
-    CSS_PATH = "../dialogs.tcss"
-    BINDINGS = [
-        Binding("escape,q,p", "dismiss(None)", "Close"),
-        Binding("left", "go(-1)", "Step before"),
-        Binding("right", "go(1)", "Next step"),
-        Binding("home", "go(-1000)", "First"),
-        Binding("end", "go(1000)", "Newest"),
-    ]
+    BINDINGS = keys("answers")
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -144,15 +136,11 @@ class AnswersScreen(ModalScreen[None]):
 TICKS = "space or a click ticks, a all that are listed, n none"
 
 
-def _weight_of(text: str) -> float | None:
+def _weight_of(text: str) -> Ema:
     """Return the weight that was typed; None for an empty text, which means the mean of the last
-    steps. Raises ValueError.
+    steps. Raises ValidationError.
     """
-    if not text.strip():
-        return None
-    weight = float(text)
-    if not 0 <= weight <= MOST_EMA:
-        raise ValueError(text)
+    weight: Ema = msgspec.convert(text.strip() or None, Ema, strict=False)
     return weight
 
 
@@ -163,16 +151,27 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
 
     def __init__(self, layout: ChartLayout) -> None:
         self._before = layout
-        super().__init__()
+        width = max(len(metric.title) for metric in METRICS)
+        items = [
+            (
+                metric.key,
+                Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint")),
+                f"{metric.title} {metric.about} {' '.join(metric.fields)}",
+            )
+            for metric in METRICS
+        ]
+        super().__init__(items, "chart")
 
     def compose(self) -> ComposeResult:
-        about = "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps"
         weight = "" if self._before.ema is None else f"{self._before.ema:g}"
         yield dialog(
             "Charts of the dashboard",
             Input(placeholder="filter by title, purpose or field", compact=True, id="filter"),
             TickList[str](self._before.shown, id="metrics"),
-            Static(about, classes="faint"),
+            Static(
+                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
+                classes="faint",
+            ),
             Input(weight, placeholder="mean", compact=True, id="smoothing"),
             Static(id="said", classes="dialog-answer"),
             Static(f"{TICKS}; tab moves on", classes="faint"),
@@ -180,33 +179,16 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
             classes="dialog -wide",
         )
 
-    def list_matching(self, text: str) -> None:
-        width = max(len(metric.title) for metric in METRICS)
-        texts = {
-            metric.key: Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))
-            for metric in METRICS
-            if text.lower() in f"{metric.title} {metric.about} {' '.join(metric.fields)}".lower()
-        }
-        self.ticks.list_items(tuple(texts.items()))
-        self._tell()
-
-    @on(TickList.Changed)
-    def _tell(self) -> None:
-        self.say(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
-
     @on(Input.Submitted, "#smoothing")
     def action_apply(self) -> None:
         """Leave with what is ticked, unless that cannot be shown."""
+        smoothing = self.query_one("#smoothing", Input)
         try:
-            ema = _weight_of(self.query_one("#smoothing", Input).value)
-        except ValueError:
-            self.say(
-                wrong(
-                    "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last "
-                    "steps"
-                )
-            )
-            self.set_focus(self.query_one("#smoothing", Input))
+            ema = _weight_of(smoothing.value)
+        except msgspec.ValidationError:
+            remedy = "give a number from 0 to 0.99, or nothing for the mean of the last steps"
+            self.say(wrong(f"smoothing: {remedy}"))
+            self.set_focus(smoothing)
             return
         ticked = tuple(self.ticks.ticked)
         if ticked:
@@ -224,10 +206,11 @@ NAME_CELLS = 34
 class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
     """Runs with ticks, filtered by name while something is typed."""
 
+    AUTO_FOCUS = "TickList"
+
     def __init__(self, rows: Sequence[RunRow], chosen: Sequence[RunDirectory]) -> None:
-        self._rows = rows
         self._chosen = chosen
-        super().__init__()
+        super().__init__([(row.run, _line(row), row.run.name) for row in rows], "run")
 
     def compose(self) -> ComposeResult:
         yield dialog(
@@ -238,25 +221,6 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
             Static(TICKS, classes="faint"),
             buttons=self.buttons("Show them"),
         )
-
-    def on_mount(self) -> None:
-        if self._rows:
-            self.set_focus(self.ticks)
-
-    def list_matching(self, text: str) -> None:
-        self.ticks.list_items(
-            [(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()]
-        )
-        self._tell()
-
-    @on(TickList.Changed)
-    def _tell(self) -> None:
-        said = (
-            f"{plural(len(self.ticks.ticked), 'run')} ticked"
-            if self._rows
-            else "There is no other run yet."
-        )
-        self.say(said)
 
     def action_apply(self) -> None:
         self.dismiss(tuple(self.ticks.ticked))
@@ -339,11 +303,16 @@ def ask_to_export_chart(
         return write_picture(path, title, curves, per)
 
     stem = f"{snapshot.run.name}-{metric.key}"
-    choices = [
-        (f"{stem}{PICTURE}", "the chart, of the whole run"),
-        (f"{stem}{TABLE}", "its values"),
-    ]
-    ask_where_to_export(screen, metric.title, choices, read, export)
+    ask_where_to_export(
+        screen,
+        metric.title,
+        [
+            (f"{stem}{PICTURE}", "the chart, of the whole run"),
+            (f"{stem}{TABLE}", "its values"),
+        ],
+        read,
+        export,
+    )
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
@@ -354,14 +323,21 @@ def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
     if metric.fields:
         return export_metrics(read_all(run), path, columns=("step", "time", *metric.fields))
     if metric.key == EVALUATIONS:
-        rows = [
-            (record.step, record.time, record.loss) for record in read_all(run).events.evaluations
-        ]
-        return export_rows(path, ("step", "time", "loss"), rows)
-    columns = (
-        "host",
-        metric.samples[0].partition(".")[0],
-        "time",
-        *(name.partition(".")[2] for name in metric.samples),
+        return export_rows(
+            path,
+            ("step", "time", "loss"),
+            [
+                (record.step, record.time, record.loss)
+                for record in read_all(run).events.evaluations
+            ],
+        )
+    return export_rows(
+        path,
+        (
+            "host",
+            metric.samples[0].partition(".")[0],
+            "time",
+            *(name.partition(".")[2] for name in metric.samples),
+        ),
+        _sampled_rows(metric, snapshot.hosts.sampled),
     )
-    return export_rows(path, columns, _sampled_rows(metric, snapshot.hosts.sampled))

@@ -262,8 +262,9 @@ OVERLAY_READ_S = 0.2
 
 class _OverlaidRun(_ReadRun):
     def __init__(self, run: RunDirectory) -> None:
-        reader = RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of))
-        super().__init__(reader, readable_spec(run))
+        super().__init__(
+            RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of)), readable_spec(run)
+        )
         self.due = 0.0
         self.wanted: Wanted | None = None
         self.shown: Overlaid | None = None

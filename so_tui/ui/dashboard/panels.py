@@ -11,11 +11,9 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
-from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
@@ -26,13 +24,13 @@ from so_tui.runs.records import Cpus, RankBindingReport, RankPlacement, StepReco
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
-from so_tui.ui.charts.drawing import RoleStyles, role_css
+from so_tui.ui.charts.drawing import RoleStyles
 from so_tui.ui.lines import Pieces, StyledLines
 from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
-from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
+from so_tui.ui.widgets import BOTTOM, Rule, framed, keys
 from so_tui.units import percent, plural, thousands
 
 # The dashboard's details at the right of a wide terminal: everything that was recorded of one
@@ -130,13 +128,6 @@ class RunHeader(KeptVertical):
 MOST_LINES = 20_000
 
 
-def _thumb_top(rows: int, lines: int) -> int:
-    """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``,
-    in eighths of a cell.
-    """
-    return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
-
-
 class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and
     are cut elsewhere.
@@ -144,28 +135,14 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
     ALLOW_MAXIMIZE = True
     ROLES = {
-        "line": "color: $foreground",
-        "match": "background: $block-cursor-blurred-background; color: $foreground",
-        "found": "background: $block-cursor-background; color: $block-cursor-foreground",
-        "partial": "color: $faint",
-        "bad": "color: $error",
+        "line": "$foreground",
+        "match": "$foreground on $block-cursor-blurred-background",
+        "found": "$block-cursor-foreground on $block-cursor-background",
+        "partial": "$faint",
+        "bad": "$error",
     }
-    COMPONENT_CLASSES = {f"log--{role}" for role in ROLES}
-    BINDINGS = [
-        Binding("end", "follow", "Follow", show=False),
-        command_key(
-            "n", "next_match(1)", "Next match", "Next line with the searched text", show=False
-        ),
-        command_key(
-            "N",
-            "next_match(-1)",
-            "Previous match",
-            "Line before with the searched text",
-            id="previous-match",
-            show=False,
-        ),
-    ]
-    DEFAULT_CSS = "LogView { height: 1fr; background: $background;" + role_css("log", ROLES) + "}"
+    BINDINGS = keys("log")
+    DEFAULT_CSS = "LogView { height: 1fr; background: $background; }"
 
     following = reactive(True)
     needle = reactive("")
@@ -177,7 +154,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self.partial = ""
         self._widest = 0
         self._found = -1
-        self._role_styles = RoleStyles("log", self.ROLES)
+        self._role_styles = RoleStyles(self.ROLES)
 
     def clear(self) -> None:
         """Forget every line, for another run, which is followed from its end."""
@@ -207,12 +184,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
             # More lines behind the same scrollbars: nothing else on the screen moves, so it need
             # not be laid out again.
-            before = self.virtual_size.height
             self.set_reactive(ScrollView.virtual_size, size)
-            if bars[0]:
-                self._move_thumb(before, size.height)
-            if bars[1]:
-                self.horizontal_scrollbar.window_virtual_size = size.width
+            self.vertical_scrollbar.window_virtual_size = size.height
+            self.horizontal_scrollbar.window_virtual_size = size.width
         else:
             self.virtual_size = size
         if self.following:
@@ -220,19 +194,6 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             # would not scroll.
             self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True, force=True)
         self.refresh()
-
-    def _move_thumb(self, before: int, after: int) -> None:
-        """Update the scroll bar, and repaint it only where it changes visibly, which is rare in a
-        long log.
-        """
-        scrollbar = self.vertical_scrollbar
-        if not self.following:
-            scrollbar.window_virtual_size = after
-            return
-        scrollbar.set_reactive(ScrollBar.window_virtual_size, after)
-        scrollbar.set_reactive(ScrollBar.position, float(self.max_scroll_y))
-        if _thumb_top(self.size.height, before) != _thumb_top(self.size.height, after):
-            scrollbar.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -332,12 +293,6 @@ class LogPanel(KeptVertical):
     """Follows the end of the log until the reader scrolls up, and goes through the lines that
     contain a text.
     """
-
-    KEYS = (
-        command_key("slash", "find", "Search", "n and N go to the next and previous match"),
-        command_key("f", "follow", "Follow log", "Back to the newest line", show=False),
-    )
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     heading = getters.child_by_id("log-rule", Rule)
     lines = getters.query_one("#log", LogView)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
 from textual import events, getters, on, work
-from textual.binding import Binding, BindingType
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import Input, Static
@@ -25,7 +24,7 @@ from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
-from so_tui.ui.chart_metrics import ChartLayout, hardware_keys, load_layout, save_layout
+from so_tui.ui.chart_metrics import ChartLayout, Flag, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
@@ -49,7 +48,7 @@ from so_tui.ui.run_status import anatomy_lines
 from so_tui.ui.snapshot import Position, Snapshot
 from so_tui.ui.text import Content, shows_ascii
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
-from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
+from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed, keys
 
 LEAST_ROWS = 7
 """Rows of a chart where several stand above each other."""
@@ -66,18 +65,6 @@ EMPTY = (
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a "
     "run."
 )
-AXIS_KEYS: tuple[BindingType, ...] = (
-    command_key("x", "axis", "Axis", "Steps or time on the axis of all charts"),
-    command_key("z,plus", "zoom(0.5)", "Zoom", "Zoom in (also + and the wheel)", display="z"),
-    command_key("Z,minus", "zoom(2)", "Zoom out", "Also -", id="zoom-out", display="Z", show=False),
-    command_key("0", "whole", "Whole run", show=False),
-    command_key("i", "inspect", "Inspect", "A cursor on all charts; arrows move it, shift by ten"),
-    Binding("left", "point(-1)", "Cursor left", show=False),
-    Binding("right", "point(1)", "Cursor right", show=False),
-    Binding("shift+left", "point(-10)", "Cursor far left", show=False),
-    Binding("shift+right", "point(10)", "Cursor far right", show=False),
-)
-"""Keys of the axis."""
 
 
 class DashboardScreen(ResizablePage):
@@ -95,55 +82,7 @@ class DashboardScreen(ResizablePage):
         "its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs "
         "Adam, m the training process. Leaving this screen does not touch the run."
     )
-    BINDINGS = [
-        command_key(
-            "s",
-            "to_run('stop')",
-            "Stop",
-            "Save and stop the run (asks; No is the default)",
-            id="stop",
-        ),
-        command_key(
-            "c",
-            "to_run('checkpoint')",
-            "Save now",
-            "Save a checkpoint after this step, and continue",
-            id="checkpoint",
-        ),
-        command_key(
-            "r",
-            "to_run('resume')",
-            "Resume",
-            "Continue from the last checkpoint of a run that has ended",
-            id="resume",
-        ),
-        *AXIS_KEYS,
-        command_key("m", "maximise(False)", "Back", "All panels again", id="restore"),
-        command_key(
-            "m", "maximise(True)", "Maximise", "The panel with the focus, whole; again or esc: back"
-        ),
-        *LogPanel.KEYS,
-        *ChartPanel.KEYS,
-        *NumaPanel.KEYS,
-        command_key(
-            "equals_sign",
-            "to_run('differences')",
-            "Settings",
-            "What differs from the preset's defaults",
-            id="differences",
-            show=False,
-        ),
-        command_key(
-            "p",
-            "answers",
-            "Prompts",
-            "What the model answered to the prompts of the preset",
-            show=False,
-        ),
-        command_key(
-            "y", "to_run('copy')", "Copy path", "Copy the path of the run", id="copy", show=False
-        ),
-    ]
+    BINDINGS = keys("dashboard", "pages", "charts", "nodes", "more-of-a-run")
 
     SIZES = ("charts", "nodes", "side")
 
@@ -272,31 +211,28 @@ class DashboardScreen(ResizablePage):
         while True:
             await self._due.wait()
             self._due.clear()
-            axis = self.axis if self.view.window is not None else None
-            window = axis.in_steps() if axis is not None else None
+            window = self.axis.in_steps() if self.axis and self.view.window else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
             snapshot = await asyncio.to_thread(follower.poll, wanted, window, cursor)
             others = [run for run in self.chosen if run != follower.run]
             overlays: tuple[Overlaid, ...] = ()
             if others or self.overlays:
-                begun = snapshot.whole.begin[1]
                 overlays = await asyncio.to_thread(
-                    self._overlay_reader.read, others, charted, begun
+                    self._overlay_reader.read, others, charted, snapshot.whole.begin[1]
                 )
             if follower is self._follower:
-                self.overlays = overlays
-                self._take(snapshot)
+                before, self.snapshot, self.overlays = self.snapshot, snapshot, overlays
+                self._show(snapshot)
+                if before is None or (before.live, before.deleted) != (
+                    snapshot.live,
+                    snapshot.deleted,
+                ):
+                    self.refresh_bindings()
                 if (
                     snapshot.unread_share or any(overlaid.more for overlaid in overlays)
                 ) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
-
-    def _take(self, snapshot: Snapshot) -> None:
-        before, self.snapshot = self.snapshot, snapshot
-        self._show(snapshot)
-        if before is None or (before.live, before.deleted) != (snapshot.live, snapshot.deleted):
-            self.refresh_bindings()
 
     # Drawing, and dividing the terminal between the panels.
 
@@ -307,8 +243,7 @@ class DashboardScreen(ResizablePage):
         self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
         now = time.time()
         self.header.show(snapshot, now, whole_width)
-        plain = shows_ascii(self.app)
-        self.anatomy.update(anatomy_lines(snapshot, now, width, plain=plain))
+        self.anatomy.update(anatomy_lines(snapshot, now, width, plain=shows_ascii(self.app)))
         self.log_panel.show(snapshot)
         self.legend.room = width
         self.show_charts(snapshot)
@@ -436,21 +371,10 @@ class DashboardScreen(ResizablePage):
         else:
             self.view = self._standing(self.view.pointed(columns, extent, self.charts.columns))
 
-    @on(Chart.CursorMoved)
-    def _pointed(self, message: Chart.CursorMoved) -> None:
-        self.view = self._standing(self.view.at(message.x, self._extent))
-
-    @on(Chart.Zoomed)
-    def _wheel(self, message: Chart.Zoomed) -> None:
-        self.view = self.view.zoomed(message.factor, self._extent, message.x)
-
-    @on(Chart.Ranged)
-    def _dragged(self, message: Chart.Ranged) -> None:
-        self.view = self.view.ranged(message.low, message.high, self._extent)
-
-    @on(Chart.Panned)
-    def _pushed(self, message: Chart.Panned) -> None:
-        self.view = self.view.panned(message.share, self._extent)
+    @on(Chart.Moved)
+    def _moved(self, message: Chart.Moved) -> None:
+        change: Callable[..., View] = getattr(self.view, message.how)
+        self.view = self._standing(change(extent=self._extent, **message.values))
 
     # What the charts show.
 
@@ -462,11 +386,8 @@ class DashboardScreen(ResizablePage):
         self.show_again()
         self.tick()
 
-    async def action_log_scale(self) -> None:
-        await self._arrange(self.charts.chart_layout.toggled("log", self.charts.metric.key))
-
-    async def action_robust_scale(self) -> None:
-        await self._arrange(self.charts.chart_layout.toggled("robust", self.charts.metric.key))
+    async def action_scale(self, flag: Flag) -> None:
+        await self._arrange(self.charts.chart_layout.toggled(flag, self.charts.metric.key))
 
     async def action_grid(self) -> None:
         await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))
@@ -490,17 +411,16 @@ class DashboardScreen(ResizablePage):
     def action_metrics(self) -> None:
         listed = self.charts.wanted_layout
 
-        async def chosen(layout: ChartLayout | None) -> None:
-            if layout is None:
-                return
+        async def chosen(layout: ChartLayout) -> None:
             if layout.shown == listed.shown:
                 # Charts that replace those of GPUs here are not chosen for runs with GPUs.
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 
         from so_tui.ui.dashboard.dialogs import ChooseMetrics
+        from so_tui.ui.dialogs import show_dialog
 
-        self.app.push_screen(ChooseMetrics(listed), chosen)
+        show_dialog(self.app, ChooseMetrics(listed), chosen)
 
     def action_export(self) -> None:
         if self.snapshot is not None and (chart := self.charts.focused) is not None:
@@ -509,15 +429,15 @@ class DashboardScreen(ResizablePage):
             ask_to_export_chart(self, chart, self.snapshot, self.overlays)
 
     def action_overlay(self) -> None:
-        def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
-            if runs is not None:
-                self.chosen = runs
-                self.tick()
+        def chosen(runs: tuple[RunDirectory, ...]) -> None:
+            self.chosen = runs
+            self.tick()
 
         from so_tui.ui.dashboard.dialogs import ChooseRuns
+        from so_tui.ui.dialogs import show_dialog
 
         rows = [row for row in self.app.runs if row.run != self.run_shown]
-        self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
+        show_dialog(self.app, ChooseRuns(rows, self.chosen), chosen)
 
     # The panels.
 
@@ -588,15 +508,15 @@ class DashboardScreen(ResizablePage):
         nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
         columns, log = self._placed[1], self.log_panel
         side = Size("side", columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4)
-        if panel is self.divider:
-            return side
-        if panel is log.lines:  # below the others, it has what they leave
-            return side if columns else replace(charts, step=-1)
-        if panel is log.heading:
-            return None if columns else nodes
-        if panel is self.details.heading:
-            return None
-        return nodes if panel is self.numa.nodes else charts
+        below = side if columns else replace(charts, step=-1)  # it has what the others leave
+        sizes: dict[Widget | None, Size | None] = {
+            self.divider: side,
+            log.lines: below,
+            log.heading: None if columns else nodes,
+            self.details.heading: None,
+            self.numa.nodes: nodes,
+        }
+        return sizes.get(panel, charts)
 
     def sizes_changed(self) -> None:
         self.call_later(self.on_resize)
@@ -622,7 +542,7 @@ class DashboardScreen(ResizablePage):
 
     def action_to_run(self, name: str) -> None:
         if self.run_shown is not None:
-            run_actions.ACTIONS[name](self.app, self.run_shown)
+            run_actions.act(self.app, name, self.run_shown)
 
     def action_answers(self) -> None:
         from so_tui.ui.dashboard.dialogs import AnswersScreen

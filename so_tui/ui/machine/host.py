@@ -24,7 +24,6 @@ from so_tui.runs.records import Sample
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
-    PAGE_KEYS,
     hardware_keys,
     sampled_lines,
     samples_of,
@@ -97,8 +96,7 @@ class Monitor:
             took = time.process_time() - started
             self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
-        low = max(begin, sample.time - WINDOW_S)
-        axis = Axis("time", low, max(sample.time, begin + 1), begin)
+        axis = Axis("time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin)
         return HostView(self._store.view({"": sample}, self._cpus), self._listed, axis)
 
 
@@ -122,8 +120,6 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS = (*NumaPanel.KEYS, *PAGE_KEYS)
-    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     numa = getters.query_one(NumaPanel)
     row = getters.child_by_id("host-charts", Horizontal)
@@ -186,8 +182,7 @@ class HostPanel(Vertical):
         for key in keys:
             metric, sampled = BY_KEY[key], host.hosts.sampled
             named = sampled_lines(metric, sampled, coloured=not self.app.no_color)
-            marked = sampled.get(metric.marked, ())
-            charts[key].show(named, host.axis, marked=marked)
+            charts[key].show(named, host.axis, marked=sampled.get(metric.marked, ()))
 
 
 def _process_lines(processes: Sequence[HostProcess], width: int, rows: int) -> Content:

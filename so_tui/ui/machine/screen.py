@@ -19,10 +19,10 @@ from textual.worker import Worker
 
 from so_tui.machine.types import Software
 from so_tui.ui.machine.host import HostPanel, Monitor
-from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.page import Page
 from so_tui.ui.snapshot import HostView
 from so_tui.ui.text import Content, faint, finding_content, in_rows, wrapped
-from so_tui.ui.widgets import Rule, command_key
+from so_tui.ui.widgets import Rule, keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -85,24 +85,7 @@ class MachineScreen(Page):
         "slow down or stop a run. Beside it, or with H: what it does now, its nodes and GPUs over "
         "the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
-    BINDINGS = [
-        command_key(
-            "H",
-            "hardware",
-            "Hardware, doctor",
-            "What this host is made of and doctor's findings, or what it does now",
-        ),
-        command_key("y", "copy", "Copy remedy", "Copy the remedy of the finding that is selected"),
-        command_key("b", "distances", "Distances", "NUMA distances of each node"),
-        command_key(
-            "g", "inspect_again", "Inspect again", "Inspect this machine and ask doctor again"
-        ),
-        command_key(
-            "e", "validation", "Validation", "What `so-tui validate` measured here, beside the plan"
-        ),
-        *HostPanel.KEYS,
-        OTHER_MACHINE,
-    ]
+    BINDINGS = keys("machine", "nodes", "pages", "other-machine")
 
     host = getters.query_one(HostPanel)
     about = getters.query_one("#about", Vertical)
@@ -131,13 +114,11 @@ class MachineScreen(Page):
                         yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
-        self._share_columns()
         self.watch(self.app, "machine", self._show)
         self.watch(self.app, "findings", self._show_findings)
         self.set_interval(SAMPLE_S, self.sample_soon)
 
     async def on_resize(self) -> None:
-        self._share_columns()
         self._show()
         self._show_findings()
         await self._show_host()
@@ -169,14 +150,12 @@ class MachineScreen(Page):
         """Offer only keys whose half is shown, and the one that changes it where the other is
         not.
         """
-        match action:
-            case "hardware":
-                return self._here and not (self.host.display and self.about.display)
-            case "copy" | "distances":
-                return self.about.display
-            case "node_plot" | "page":
-                return self.host.display
-        return super().check_action(action, parameters)
+        allowed = {
+            "hardware": self._here and not (self.host.display and self.about.display),
+            **dict.fromkeys(("copy", "distances"), self.about.display),
+            **dict.fromkeys(("node_plot", "page"), self.host.display),
+        }
+        return allowed[action] if action in allowed else super().check_action(action, parameters)
 
     def sample_soon(self) -> bool:
         """Have this host sampled if it is shown; return whether it is."""
@@ -211,7 +190,6 @@ class MachineScreen(Page):
     async def action_hardware(self) -> None:
         """Show the other half where there is room for one."""
         self._live_first = not self._live_first
-        self._share_columns()
         self._show()
         self._show_findings()
         self.sample_soon()
@@ -229,14 +207,15 @@ class MachineScreen(Page):
     def _show(self) -> None:
         from so_tui.machine.show import tree_of, versions_of
 
+        self._share_columns()
         machine = self.app.machine
         if machine is None:
             return
-        self._share_columns()
         tree, software = self.query_one("#tree", Static), self.query_one("#software", Static)
         tree.update(in_rows(_tree_lines(tree_of(machine, distances=self._distances))))
-        versions = versions_of(machine.software)
-        software.update(in_rows(_software_lines(machine, versions, self._about_width - 4)))
+        software.update(
+            in_rows(_software_lines(machine, versions_of(machine.software), self._about_width - 4))
+        )
 
     def _show_findings(self) -> None:
         findings = self.app.findings

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 from rich.markdown import Markdown as RichMarkdown
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import ScrollableContainer, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock
 from textual.worker import Worker
 
 from so_tui.spec.errors import InputError
-from so_tui.ui.dialogs import CLOSE, button
-from so_tui.ui.messages import answer, unexpected_error
+from so_tui.ui.dialogs import CLOSE, Dialog, button
+from so_tui.ui.messages import answer
 from so_tui.ui.text import Content, faint
+from so_tui.ui.widgets import keys
 from so_tui.units import duration
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ class _Markdown(Markdown):
     BLOCKS = Markdown.BLOCKS | {"table_open": _Table}
 
 
-class ValidationScreen(ModalScreen[None]):
+class ValidationScreen(Dialog[None]):
     """The report in the user's folder, also while it is being written."""
 
     CSS_PATH = "validation.tcss"
-    BINDINGS = [Binding("escape,q", "dismiss(None)", "Back")]
+    BINDINGS = keys("validation")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,11 +84,10 @@ class ValidationScreen(ModalScreen[None]):
         try:
             answer(self, self._take, reports.read(self._folder))
         except InputError as error:
-            answer(self, self._take, None, "\n".join(map(str, error.problems)))
+            answer(self, self.fail, "\n".join(map(str, error.problems)))
 
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self._take(None, text)
+    def fail(self, problem: str) -> None:
+        self._take(None, problem)
 
     def _take(self, report: Report | None, problem: str = "") -> None:
         """Show the report, that there is none, or why it cannot be used."""

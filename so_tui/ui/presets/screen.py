@@ -14,11 +14,11 @@ from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure, reporting
-from so_tui.ui.page import OTHER_MACHINE, FiltersTable
+from so_tui.ui.page import FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
-from so_tui.ui.widgets import FindField, command_key, framed
+from so_tui.ui.widgets import FindField, framed, keys
 from so_tui.units import count, plural, rate, thousands
 
 if TYPE_CHECKING:
@@ -94,11 +94,7 @@ WIDE, SPACIOUS = 112, 132
 class _PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
-    BINDINGS = [
-        command_key(
-            "enter", "select_cursor", "Configure", "Change its settings before it runs", id="open"
-        )
-    ]
+    BINDINGS = keys("table-of-presets")
 
     _shown: Sequence[PlanRow] = ()
     _counts: tuple[int, ...] = ()
@@ -125,10 +121,16 @@ class _PresetTable(FittedTable):
         ]
         room = max([7 if wide else 5, *map(len, speeds)])
         longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
-        filled = []
-        for row in rows:
-            cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
-            filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
+        filled = [
+            (
+                row.preset,
+                [
+                    *self._model(row, longest, spacious=spacious),
+                    *(self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts),
+                ],
+            )
+            for row in rows
+        ]
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
         line = self.get_row_index(preset) if preset in self.rows else at.row
@@ -245,40 +247,7 @@ class PresetsScreen(FiltersTable):
         "none: all on the GPU), and the predicted tokens per second. ★ marks the recommended "
         "number of GPUs."
     )
-    BINDINGS = [
-        command_key(
-            "l,f5",
-            "launch",
-            "Launch",
-            "Start this preset on this machine (asks once); F5 does the same",
-        ),
-        command_key("d", "preview_data", "Data", "See its data as the model will"),
-        command_key("a", "add", "Add model", "Make a preset of any model: a hub id or a folder"),
-        command_key(
-            "D,delete",
-            "delete",
-            "Delete",
-            "Delete a preset of your own (asks)",
-            show=False,
-        ),
-        OTHER_MACHINE,
-        command_key(
-            "t",
-            "train_tiny",
-            "Train tiny",
-            "Train the embedded tiny model on this machine now",
-            show=False,
-        ),
-        command_key(
-            "P",
-            "configure('slurm.partition')",
-            "Partition",
-            "Choose the Slurm partition that a run is submitted to",
-            id="partition",
-            show=False,
-        ),
-        command_key("slash", "find", "Filter", "Show only models whose name contains a text"),
-    ]
+    BINDINGS = keys("presets", "other-machine", "more-presets")
 
     table = getters.query_one(_PresetTable)
     about_machine = getters.query_one("#about-machine", Static)
@@ -416,8 +385,7 @@ class PresetsScreen(FiltersTable):
 
     def _fill(self) -> None:
         if self.rows:
-            noun = "GPU" if self._on_gpus else "rank"
-            self.table.show(self._shown_rows(), self.counts, noun)
+            self.table.show(self._shown_rows(), self.counts, "GPU" if self._on_gpus else "rank")
             folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
@@ -493,7 +461,7 @@ class PresetsScreen(FiltersTable):
     def action_add(self) -> None:
         """Make a preset of any model, whose shape a helper process reads."""
         from so_tui.spec import SoTuiError, create_preset
-        from so_tui.ui.dialogs import AskText
+        from so_tui.ui.dialogs import AskText, show_dialog
 
         def read(model: str, name: str) -> tuple[str, Sequence[str]]:
             from so_tui.launch.helper_jobs import describe_model  # in the thread: it takes a while
@@ -505,9 +473,7 @@ class PresetsScreen(FiltersTable):
                 create_preset(spec)
             return spec.name, notes
 
-        def added(described: tuple[str, Sequence[str]] | None) -> None:
-            if described is None:
-                return
+        def added(described: tuple[str, Sequence[str]]) -> None:
             name, notes = described
             for note in notes:
                 self.app.notify(note, markup=False)
@@ -527,7 +493,7 @@ class PresetsScreen(FiltersTable):
             may_be_empty=True,
             slow="reading the shape of {} …",
         )
-        self.app.push_screen(dialog, added)
+        show_dialog(self.app, dialog, added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):
@@ -555,9 +521,13 @@ class PresetsScreen(FiltersTable):
                 delete_preset(name)
             self.app.reload_presets()
 
-        lines = [preset.path, "Runs that were started with it stay."]
-        title = f"Delete your preset {name}?"
-        self.app.ask(title, lines, delete, yes="Delete", no="No, keep it")
+        self.app.ask(
+            f"Delete your preset {name}?",
+            [preset.path, "Runs that were started with it stay."],
+            delete,
+            yes="Delete",
+            no="No, keep it",
+        )
 
     def filtered(self) -> None:
         self._fill()

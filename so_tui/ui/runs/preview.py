@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual import getters
@@ -85,54 +85,51 @@ def _place(name: str, path: Path, width: int) -> Pieces:
     return [(before, "$faint"), shorten_path(str(path), max(18, room))]
 
 
-class _Comparison(NamedTuple):
-    """Runs side by side: their settings by path, as they are typed, and what came of them."""
+def comparison(
+    rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
+) -> tuple[str, Callable[[int], str]] | None:
+    """Return how runs differ: in one line, and as a table of a width. None where the settings of
+    one cannot be read.
+    """
+    settings = [values_of(row.spec) for row in rows if row.spec is not None]
+    if len(settings) < len(rows):
+        return None
+    unlike = differing(settings)
+    count = len(unlike)
+    differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+    title = f"{plural(len(rows), 'run')}: {differ if count else 'no setting differs'}"
+    found = [results.get(row.run, RunResults()) for row in rows]
+    return title, partial(_table, [row.run.name for row in rows], settings, unlike, found)
 
-    names: tuple[str, ...]
-    settings: tuple[dict[str, str], ...]
-    results: tuple[RunResults, ...] = ()
 
-    @property
-    def differing(self) -> list[str]:
-        return differing(self.settings)
-
-    @property
-    def title(self) -> str:
-        count = len(self.differing)
-        differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
-        return f"{plural(len(self.names), 'run')}: {differ if count else 'no setting differs'}"
-
-    def table(self, width: int) -> str:
-        """Return results and settings side by side in ``width`` cells, those that differ first,
-        with long values wrapped.
-
-        Runs for which there is no room are below, in tables of their own.
-        """
-        unlike = self.differing
-        same = sorted(self.settings[0].keys() - set(unlike))
-        results = [
-            (name, [result_text(found, key) for found in self.results], 1)
-            for key, name in RESULTS.items()
-        ]
-        rows = [row for row in results if any(row[1])]
-        rows += [
-            (path, [values.get(path, "") for values in self.settings], MOST_FOLDS)
-            for path in unlike
-        ]
-        longest = max(map(len, (*(name for name, _, _ in rows), *same)), default=0)
-        label = min(longest, max(NARROWEST, width - 2 * NARROWEST - 4))
-        beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
-        column = max(NARROWEST, (width - label) // beside - 2)
-        lines: list[str] = []
-        for start in range(0, len(self.names), beside):
-            for name, texts, most in [("", distinct(self.names, column), 1), *rows]:
-                lines += _rows(name, texts[start : start + beside], label, column, most)
-            lines.append("")
-        lines.append("the same in all:")
-        column = max(NARROWEST, width - label - 2)
-        for path in same:
-            lines += _rows(path, [self.settings[0][path]], label, column, 1)
-        return "\n".join(lines)
+def _table(
+    names: Sequence[str],
+    settings: Sequence[Mapping[str, str]],
+    unlike: Sequence[str],
+    found: Sequence[RunResults],
+    width: int,
+) -> str:
+    """Return results and the settings that are unlike with a column for each run, as many beside
+    each other as fit into ``width`` cells, and then what is the same in all.
+    """
+    same = sorted(settings[0].keys() - set(unlike))
+    results = [(name, [result_text(one, key) for one in found], 1) for key, name in RESULTS.items()]
+    rows = [row for row in results if any(row[1])]
+    rows += [(path, [values.get(path, "") for values in settings], MOST_FOLDS) for path in unlike]
+    longest = max(map(len, (*(name for name, _, _ in rows), *same)), default=0)
+    label = min(longest, max(NARROWEST, width - 2 * NARROWEST - 4))
+    beside = max(1, min(len(names), (width - label) // (NARROWEST + 2)))
+    column = max(NARROWEST, (width - label) // beside - 2)
+    lines: list[str] = []
+    for start in range(0, len(names), beside):
+        for name, texts, most in [("", distinct(names, column), 1), *rows]:
+            lines += _rows(name, texts[start : start + beside], label, column, most)
+        lines.append("")
+    lines.append("the same in all:")
+    column = max(NARROWEST, width - label - 2)
+    for path in same:
+        lines += _rows(path, [settings[0][path]], label, column, 1)
+    return "\n".join(lines)
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
@@ -141,20 +138,6 @@ def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -
     for first, *cells in zip_longest([shorten_path(name, label)], *texts_in_lines, fillvalue=""):
         fitted = (set_cell_size(cell, column) for cell in cells)
         yield "  ".join((set_cell_size(first, label), *fitted)).rstrip()
-
-
-def comparison(
-    rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
-) -> _Comparison | None:
-    """Return runs side by side; None where the settings of one cannot be read."""
-    settings = [values_of(row.spec) for row in rows if row.spec is not None]
-    if len(settings) < len(rows):
-        return None
-    return _Comparison(
-        tuple(row.run.name for row in rows),
-        tuple(settings),
-        tuple(results.get(row.run, RunResults()) for row in rows),
-    )
 
 
 # What the list of runs shows of the chosen run, or of the marked ones: their losses over each

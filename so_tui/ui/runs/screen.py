@@ -20,7 +20,7 @@ from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
 from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider, FindField, command_key
+from so_tui.ui.widgets import Divider, FindField, keys
 from so_tui.units import thousands
 
 EMPTY = (
@@ -45,69 +45,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         "them."
     )
     SIZES = ("run", "run_beside")
-    BINDINGS = [
-        command_key("space", "mark", "Mark", "Overlay the losses of marked runs; = compares them"),
-        command_key(
-            "E", "export", "Export", "The model, every step (CSV, Parquet), or the chart (SVG)"
-        ),
-        command_key(
-            "S",
-            "sort",
-            "Sort",
-            "By start, name, model, state, host, step, losses or speed; kept",
-            show=False,
-        ),
-        command_key("V", "group", "Group", "By model, state, tag or host; kept", show=False),
-        command_key(
-            "s",
-            "to_run('stop')",
-            "Stop",
-            "Save and stop the run (asks; No is the default)",
-            id="stop",
-        ),
-        command_key(
-            "r", "to_run('resume')", "Resume", "Continue from its last checkpoint", id="resume"
-        ),
-        command_key(
-            "D,delete",
-            "to_run('delete')",
-            "Delete",
-            "Delete the run's folder (asks; never a live one)",
-            id="delete",
-            display="D",
-        ),
-        command_key(
-            "equals_sign",
-            "differences",
-            "Compare",
-            "Settings that differ, and results, of all marked runs; of one run, its settings",
-        ),
-        command_key(
-            "slash",
-            "find",
-            "Filter",
-            "Show only runs whose name, model or state contains a text",
-        ),
-        command_key("T", "to_run('note')", "Note", "Write a note and tags on the run", id="note"),
-        command_key(
-            "C",
-            "to_run('chat')",
-            "Chat",
-            "Talk to its last checkpoint, beside the model that it began with",
-            id="chat",
-            show=False,
-        ),
-        command_key(
-            "A",
-            "to_run('attempts')",
-            "Earlier logs",
-            "What the processes of earlier attempts wrote last",
-            id="attempts",
-            show=False,
-        ),
-        command_key("L", "log_scale", "Log y", show=False),
-        command_key("y", "to_run('copy')", "Copy path", id="copy", show=False),
-    ]
+    BINDINGS = keys("runs")
 
     table = getters.query_one(RunTable)
     preview = getters.query_one(RunPreview)
@@ -164,8 +102,9 @@ class RunsScreen(FiltersTable, ResizablePage):
                 "run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4
             )
         else:
-            rows = self.preview.body.size.height
-            size = Size("run", rows, 4, self.size.height - LEAST_ROWS, towards=-1)
+            size = Size(
+                "run", self.preview.body.size.height, 4, self.size.height - LEAST_ROWS, towards=-1
+            )
         return replace(size, step=-size.step) if panel is self.table else size
 
     @on(events.ScreenResume)
@@ -248,7 +187,7 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def action_to_run(self, name: str) -> None:
         if (run := self.chosen_run) is not None:
-            run_actions.ACTIONS[name](self.app, run)
+            run_actions.act(self.app, name, run)
 
     def action_mark(self) -> None:
         run = self.chosen_run
@@ -264,7 +203,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         if len(self._marked) >= 2:
             self._compare([row for run in self._marked for row in self.app.runs if row.run == run])
         elif (run := self._marked[0] if self._marked else self.chosen_run) is not None:
-            run_actions.show_settings(self.app, run)
+            run_actions.act(self.app, "differences", run)
 
     def _compare(self, rows: list[RunRow]) -> None:
         from so_tui.ui.dialogs import Notice
@@ -276,7 +215,8 @@ class RunsScreen(FiltersTable, ResizablePage):
                 f"The settings of {unreadable} cannot be read", severity="error", markup=False
             )
         else:
-            self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
+            title, table = compared
+            self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
@@ -301,9 +241,8 @@ class RunsScreen(FiltersTable, ResizablePage):
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
         column = self.table.columns_shown[event.column_index]
-        for order, by in SORTED_COLUMNS.items():
-            if by == column:
-                self._keep_order("sort", order, "Sorted by")
+        for order in [order for order, by in SORTED_COLUMNS.items() if by == column]:
+            self._keep_order("sort", order, "Sorted by")
 
     def action_group(self) -> None:
         present = GROUPS.index(self.app.settings.runs.group)

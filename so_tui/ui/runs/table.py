@@ -17,7 +17,7 @@ from so_tui.ui.run_rows import Curves, LossCurve, RunRow
 from so_tui.ui.run_status import SIGNS
 from so_tui.ui.text import shorten
 from so_tui.ui.textual_fixes import FittedTable
-from so_tui.ui.widgets import command_key
+from so_tui.ui.widgets import keys
 from so_tui.units import age, thousands
 
 if TYPE_CHECKING:
@@ -187,9 +187,7 @@ def _text_of(row: RunRow, key: str) -> str:
 class RunTable(FittedTable):
     """Shows runs, and knows the one under the cursor."""
 
-    BINDINGS = [
-        command_key("enter", "select_cursor", "Open", "Show this run on the dashboard", id="open")
-    ]
+    BINDINGS = keys("table-of-runs")
 
     shown: tuple[RunRow, ...] = ()
     """The runs, from above."""
