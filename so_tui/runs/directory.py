@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -405,9 +404,11 @@ def own_launch(run: RunDirectory, attempt: int, node: int = 0, digest: str | Non
 
 
 NOT_YOUR_RUN = "not-your-run"
-_NEEDED = {"attempts": stat.S_IFDIR, "state.json": stat.S_IFREG, "spec.json": stat.S_IFREG}
+_NEEDED = ("attempts", "state.json", "spec.json")
 _PARTS = {
-    **_NEEDED,
+    "attempts": stat.S_IFDIR,
+    "state.json": stat.S_IFREG,
+    "spec.json": stat.S_IFREG,
     "run.json": stat.S_IFREG,
     "supervisor.lock": stat.S_IFREG,
     "control": stat.S_IFDIR,
@@ -416,7 +417,6 @@ _PARTS = {
 }
 """What supervisors and ranks read of a run."""
 _WHY = {errno.ENOENT: Distrust.MISSING, errno.ENOTDIR: Distrust.WRONG_KIND}
-_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -432,9 +432,7 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
     with contextlib.ExitStack() as opened:
         try:
             if run.folder is None:
-                if close_to_group(run.path):
-                    path = printable_line(str(run.path))
-                    _log.warning("so-tui: the group of %s could write in it; not any more", path)
+                close_to_group(run.path)
                 run = RunDirectory(run.path, opened.enter_context(open_named(run.path)))
             assert run.folder is not None
             found = next(_foreign(run, run.folder), None)
@@ -491,13 +489,8 @@ def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
     """Yield what is not this user's own of what is read. Raises OSError."""
     if (distrust := folder.distrust) is not None:
         yield NotOwnError(run.path, distrust)
-    for name, kind in _NEEDED.items():
-        if folder.distrust_of(name, kind) is Distrust.MISSING:
-            yield NotOwnError(run.path / name, Distrust.MISSING)
     for name, kind in _PARTS.items():
-        for found in folder.foreign(name, kind):
-            if not _decides_nothing(found):
-                yield found
+        yield from (part for part in folder.foreign(name, kind) if not _decides_nothing(part))
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         spec = decode_json(read_own(run.spec_path), RunSpec)
         if spec.checkpoint.folder:
@@ -506,9 +499,12 @@ def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
 
 
 def _decides_nothing(part: NotOwnError) -> bool:
-    """Return whether it does no harm that a part of a run is not this user's own: Slurm makes logs
-    with the user's umask, and a checkpoint with a link in it counts as damaged.
+    """Return whether it does no harm that a part of a run is not this user's own: not all parts are
+    needed, Slurm makes logs with the user's umask, and a checkpoint with a link in it counts as
+    damaged.
     """
+    if part.distrust is Distrust.MISSING:
+        return part.path.name not in _NEEDED
     if part.distrust is Distrust.OTHERS_CAN_WRITE:
         return part.path.suffix == _LOG
     return part.distrust is Distrust.WRONG_KIND and any(

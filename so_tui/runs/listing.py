@@ -19,7 +19,6 @@ Problem codes:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import time
@@ -58,7 +57,6 @@ from so_tui.trust.folders import (
 )
 from so_tui.trust.text import printable_line
 
-_log = logging.getLogger(__name__)
 LATEST = "latest"
 LONGEST_NAME = 48
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
@@ -111,9 +109,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
         shared = os.environ.get(VARIABLE) == GROUP
         make_folders(folder, shared=shared)
         for made in (state_home(), folder) if state_home() in folder.parents else ():
-            if close_to_group(made):
-                path = printable_line(str(made))
-                _log.warning("so-tui: the group of %s could write in it; not any more", path)
+            close_to_group(made)
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
         run = RunDirectory(folder / f"{stem}-{suffix}")
         make_run_folder(run.path, shared=shared)  # fails if another process was first
