@@ -29,7 +29,7 @@ from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import Problem, Refusal, Refused, reject
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
@@ -88,10 +88,6 @@ class RunDirectory:
     """Its name, for people and other processes."""
     folder: Folder | None = field(default=None, compare=False, repr=False)
     """Its folder, if it is kept open (see ``own_run``)."""
-    at: Path = field(default=Path(), compare=False, repr=False)
-    """Where this process finds its files: by its name, or in the open folder whatever has the name
-    meanwhile.
-    """
 
     manifest_path = _Entry("run.json")
     spec_path = _Entry("spec.json")
@@ -126,10 +122,12 @@ class RunDirectory:
     restarts.
     """
 
-    def __init__(self, path: Path | str, folder: Folder | None = None) -> None:
-        object.__setattr__(self, "path", Path(path))
-        object.__setattr__(self, "folder", folder)
-        object.__setattr__(self, "at", folder.at if folder else self.path)
+    @property
+    def at(self) -> Path:
+        """Where this process finds its files: by its name, or in the open folder whatever has the
+        name meanwhile.
+        """
+        return self.folder.at if self.folder else self.path
 
     @property
     def name(self) -> str:
@@ -348,10 +346,8 @@ def known_id(run: RunDirectory) -> str:
     """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is
     damaged.
     """
-    try:
-        return run_id(run)
-    except (OSError, msgspec.DecodeError):
-        return ""
+    found = readable_json(run.manifest_path, _RunManifest, limit_bytes=_LARGEST_BYTES)
+    return found.id if found else ""
 
 
 # What names a launch between those who start something and those who are started: a hash that

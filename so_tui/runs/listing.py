@@ -178,20 +178,14 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         try:
             if directory.spec_path.is_file():
                 return directory
-        except PermissionError:
-            remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
-            raise reject(
-                "run-not-readable", "run", run, "you may not read this folder", remedy
-            ) from None
         except OSError as error:
-            remedy = "Check that its file system is mounted and answers, then try again."
-            raise reject(
-                "run-not-readable",
-                "run",
-                run,
-                f"its folder cannot be read: {error.strerror}",
-                remedy,
-            ) from error
+            remedy = (
+                f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
+                if isinstance(error, PermissionError)
+                else "Check that its file system is mounted and answers, then try again."
+            )
+            message = f"its folder cannot be read: {error.strerror}"
+            raise reject("run-not-readable", "run", run, message, remedy) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise reject("not-a-run", "run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
