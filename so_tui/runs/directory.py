@@ -508,31 +508,27 @@ def _decides_nothing(part: NotOwnError) -> bool:
     )
 
 
+_REASONS = {
+    Distrust.OTHERS_CAN_WRITE: (
+        "other users can write {path}, and with it decide what {name} does in your name. Check "
+        "what is in it, then take away the right: `{close}`"
+    ),
+    Distrust.WRONG_KIND: (
+        "{path} is a link, or a file where a folder is expected. Name the folder of the run itself"
+    ),
+    Distrust.MISSING: "{path} is missing, so the run cannot be continued. Start a new one",
+    Distrust.UNREADABLE: "{path} cannot be read. Check the rights of its folder",
+}
+
+
 def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:
     name, path = printable_line(run.name), printable_line(str(found.path))
-    match found.distrust:
-        case Distrust.OTHER_OWNER:
-            return Refusal(
-                NOT_YOUR_RUN,
-                f"{name} is not your run: {path} belongs to another user. You can watch it and "
-                "read its logs",
-            )
-        case Distrust.OTHERS_CAN_WRITE:
-            remedy = (
-                "Check what is in it, then take away the right: "
-                f"`{quoted('chmod', '-R', 'go-w', str(run.path))}`"
-            )
-            message = (
-                f"other users can write {path}, and with it decide what {name} does in your name. "
-                f"{remedy}"
-            )
-        case Distrust.WRONG_KIND:
-            message = (
-                f"{path} is a link, or a file where a folder is expected. Name the folder of the "
-                "run itself"
-            )
-        case Distrust.MISSING:
-            message = f"{path} is missing, so the run cannot be continued. Start a new one"
-        case Distrust.UNREADABLE:
-            message = f"{path} cannot be read. Check the rights of its folder"
+    if found.distrust is Distrust.OTHER_OWNER:
+        return Refusal(
+            NOT_YOUR_RUN,
+            f"{name} is not your run: {path} belongs to another user. You can watch it and "
+            "read its logs",
+        )
+    close = quoted("chmod", "-R", "go-w", str(run.path))
+    message = _REASONS[found.distrust].format(name=name, path=path, close=close)
     return Refusal(found.distrust.value, message)

@@ -113,40 +113,37 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
         run = RunDirectory(folder / f"{stem}-{suffix}")
         make_run_folder(run.path, shared=shared)  # fails if another process was first
+        _fill(run, spec, shared=shared)
     except FileExistsError as error:
         raise reject(
             "name-taken", "--runs-dir", str(folder), str(error), "Choose another name."
         ) from error
     except OSError as error:
-        message = f"a run cannot be created here: {error.strerror}"
         raise reject(
             "runs-dir-not-writable",
             "--runs-dir",
             str(folder),
-            message,
-            "Choose another folder with --runs-dir.",
+            f"a run cannot be created here: {error.strerror}",
+            "Free some space there, or choose another folder with --runs-dir.",
         ) from error
+    if folder not in (default_runs_dir(), probes_dir()):
+        _record_folder(folder)
+    return run
+
+
+def _fill(run: RunDirectory, spec: RunSpec, *, shared: bool) -> None:
+    """Write what a new run has, or remove its folder. Raises OSError."""
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=shared)
         write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
-    except OSError as error:
+    except OSError:
         import shutil  # imports every compression module, which listing runs does not need
 
         shutil.rmtree(run.path, ignore_errors=True)
-        remedy = "Free some space there, or choose another folder with --runs-dir."
-        raise reject(
-            "runs-dir-not-writable",
-            "--runs-dir",
-            str(folder),
-            f"the run cannot be written: {error.strerror}",
-            remedy,
-        ) from error
-    if folder not in (default_runs_dir(), probes_dir()):
-        _record_folder(folder)
-    return run
+        raise
 
 
 def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:

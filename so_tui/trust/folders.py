@@ -225,9 +225,8 @@ def private_folder(path: Path) -> Path:
 def is_own_place(path: Path) -> bool:
     """Return whether a folder, or the nearest one above it that exists, is this user's own."""
     found = path.resolve()
-    while not os.path.lexists(found):
-        found = found.parent
-    return distrust_of_folder(found) is None
+    nearest = next(each for each in (found, *found.parents) if os.path.lexists(each))
+    return distrust_of_folder(nearest) is None
 
 
 # Folders from which code is loaded by path. Whoever can exchange one of them, or a folder above
