@@ -330,7 +330,7 @@ def make_folders(folder: Path, *, shared: bool = False) -> None:
 
 def close_to_group(path: Path) -> None:
     """Take the right to write in a folder of this user from the group, which earlier versions left
-    to the umask, and say so.
+    to the umask, and log that.
 
     Raises:
         OSError: There is no such folder, or it cannot be changed.
