@@ -16,7 +16,7 @@ KIB = 1 << 10
 _BINARY = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _memory_units = _BINARY
-_DISK_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_DISK_UNITS = ((10**12, "TB"), *_DECIMAL)
 _LONGEST = 15
 """Digits of a number from which on its power of ten is written."""
 _TIME_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
@@ -61,12 +61,7 @@ def count(value: float, decimals: int = 2) -> str:
     """
     for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= smallest:
-            scaled = value / unit
-            return (
-                f"{scaled:.{decimals}f} {suffix}"
-                if scaled < 100
-                else f"{thousands(round(scaled))} {suffix}"
-            )
+            return _in((unit, suffix), value, decimals if value < 100 * unit else 0)
     return thousands(round(value))
 
 
@@ -87,18 +82,17 @@ def memory_size(size_bytes: int, decimals: int = 1) -> str:
     """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100
     have decimals.
     """
-    (giga, gigas), (mega, megas), (kilo, kilos) = _memory_units
-    if size_bytes >= 99.5 * giga:
-        return f"{thousands(round(size_bytes / giga))} {gigas}"
-    if size_bytes >= 0.95 * giga:
-        return f"{size_bytes / giga:.{decimals}f} {gigas}"
-    if size_bytes >= 0.5 * mega:
-        return f"{thousands(round(size_bytes / mega))} {megas}"
-    return (
-        f"{thousands(round(size_bytes / kilo))} {kilos}"
-        if size_bytes >= kilo
-        else f"{thousands(size_bytes)} B"
-    )
+    giga, mega, kilo = _memory_units
+    if size_bytes >= 0.95 * giga[0]:
+        return _in(giga, size_bytes, decimals if size_bytes < 99.5 * giga[0] else 0)
+    if size_bytes >= 0.5 * mega[0]:
+        return _in(mega, size_bytes)
+    return _in(kilo, size_bytes) if size_bytes >= kilo[0] else f"{thousands(size_bytes)} B"
+
+
+def _in(unit: tuple[float, str], value: float, decimals: int = 0) -> str:
+    """Return a number in a unit, of which one has as many as the unit says."""
+    return f"{value / unit[0]:,.{decimals}f} {unit[1]}"
 
 
 def page_size(size_bytes: int) -> str:
@@ -115,19 +109,18 @@ def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> st
     if total_bytes is None:
         return memory_size(used_bytes)
     larger = max(used_bytes, total_bytes)
-    for size, unit in _memory_units:
-        if larger >= size:
-            digits = 0 if larger >= 1000 * size else decimals
-            return f"{used_bytes / size:,.{digits}f} of {total_bytes / size:,.{digits}f} {unit}"
+    for unit in _memory_units:
+        if larger >= unit[0]:
+            digits = 0 if larger >= 1000 * unit[0] else decimals
+            return f"{used_bytes / unit[0]:,.{digits}f} of {_in(unit, total_bytes, digits)}"
     return f"{thousands(used_bytes)} of {thousands(total_bytes)} B"
 
 
 def disk_size(size_bytes: int) -> str:
     """Return a size of files in decimal units: ``207 GB``, ``31.4 MB``."""
-    for size, unit in _DISK_UNITS:
-        if size_bytes >= size:
-            scaled = size_bytes / size
-            return f"{thousands(round(scaled))} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
+    for unit in _DISK_UNITS:
+        if size_bytes >= unit[0]:
+            return _in(unit, size_bytes, 1 if size_bytes < 100 * unit[0] else 0)
     return f"{thousands(size_bytes)} B"
 
 
@@ -146,8 +139,7 @@ def bandwidth(bytes_per_s: float) -> str:
     """Return a rate of copies or memory traffic, in decimal units as vendors do: ``412 GB/s``,
     ``3.4 GB/s``.
     """
-    scaled = bytes_per_s / 1e9
-    return f"{thousands(round(scaled))} GB/s" if scaled >= 100 else f"{scaled:.1f} GB/s"
+    return _in((1e9, "GB/s"), bytes_per_s, 1 if bytes_per_s < 100e9 else 0)
 
 
 def duration(seconds: float) -> str:

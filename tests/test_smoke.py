@@ -75,7 +75,7 @@ def test_tiny_trains_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> 
         "run", "tiny", "--gpus", "2", "--detach", "--json", "--runs-dir", str(runs_dir), *changes
     )
     assert started.returncode == 0, started.stderr
-    run = RunDirectory(valid("run-detach", started.stdout)["path"])
+    run = RunDirectory(Path(valid("run-detach", started.stdout)["path"]))
 
     state = wait_for(run, lambda state: state.step >= 3, timeout_s=240)
     kill(process_of(state, "rank", 1))

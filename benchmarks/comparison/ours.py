@@ -70,7 +70,7 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
             else str(error)
         )
         return {"error": told}
-    run = RunDirectory(started["path"])
+    run = RunDirectory(Path(started["path"]))
     ended = processes.run(
         [*PROGRAM, "watch", run.name, "--plain", *job.runs],
         job.environment,

@@ -269,11 +269,12 @@ def supervise(arguments: Namespace) -> int:
     from so_tui.launch.supervisor.run import supervise as supervise_run
 
     digest = os.environ.get(LAUNCH_VARIABLE)
+    run = RunDirectory(Path(arguments.run))
     if arguments.in_job:
         from so_tui.launch.in_job import supervise_in_job
 
-        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt, digest)
-    return supervise_run(RunDirectory(arguments.run), arguments.attempt, digest or "")
+        return supervise_in_job(run, arguments.attempt, digest)
+    return supervise_run(run, arguments.attempt, digest or "")
 
 
 # ``so-tui`` without a command: the screen.

@@ -233,7 +233,6 @@ def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> 
         sinks=shape.model_type in SINKS,
         softcap=bool(config.get("attn_logit_softcapping")),
         rows=bool(mixing_kinds(layer_kinds(config))),
-        deterministic=spec.train.deterministic,
     )
     present = Present(
         generation=generation_of(resources.gpu_name) if resources.has_gpu else None,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -30,7 +29,7 @@ from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import Problem, Refusal, Refused, reject
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
@@ -89,10 +88,6 @@ class RunDirectory:
     """Its name, for people and other processes."""
     folder: Folder | None = field(default=None, compare=False, repr=False)
     """Its folder, if it is kept open (see ``own_run``)."""
-    at: Path = field(default=Path(), compare=False, repr=False)
-    """Where this process finds its files: by its name, or in the open folder whatever has the name
-    meanwhile.
-    """
 
     manifest_path = _Entry("run.json")
     spec_path = _Entry("spec.json")
@@ -127,10 +122,12 @@ class RunDirectory:
     restarts.
     """
 
-    def __init__(self, path: Path | str, folder: Folder | None = None) -> None:
-        object.__setattr__(self, "path", Path(path))
-        object.__setattr__(self, "folder", folder)
-        object.__setattr__(self, "at", folder.at if folder else self.path)
+    @property
+    def at(self) -> Path:
+        """Where this process finds its files: by its name, or in the open folder whatever has the
+        name meanwhile.
+        """
+        return self.folder.at if self.folder else self.path
 
     @property
     def name(self) -> str:
@@ -349,10 +346,8 @@ def known_id(run: RunDirectory) -> str:
     """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is
     damaged.
     """
-    try:
-        return run_id(run)
-    except (OSError, msgspec.DecodeError):
-        return ""
+    found = readable_json(run.manifest_path, _RunManifest, limit_bytes=_LARGEST_BYTES)
+    return found.id if found else ""
 
 
 # What names a launch between those who start something and those who are started: a hash that
@@ -405,9 +400,11 @@ def own_launch(run: RunDirectory, attempt: int, node: int = 0, digest: str | Non
 
 
 NOT_YOUR_RUN = "not-your-run"
-_NEEDED = {"attempts": stat.S_IFDIR, "state.json": stat.S_IFREG, "spec.json": stat.S_IFREG}
+_NEEDED = ("attempts", "state.json", "spec.json")
 _PARTS = {
-    **_NEEDED,
+    "attempts": stat.S_IFDIR,
+    "state.json": stat.S_IFREG,
+    "spec.json": stat.S_IFREG,
     "run.json": stat.S_IFREG,
     "supervisor.lock": stat.S_IFREG,
     "control": stat.S_IFDIR,
@@ -416,7 +413,6 @@ _PARTS = {
 }
 """What supervisors and ranks read of a run."""
 _WHY = {errno.ENOENT: Distrust.MISSING, errno.ENOTDIR: Distrust.WRONG_KIND}
-_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -432,9 +428,7 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
     with contextlib.ExitStack() as opened:
         try:
             if run.folder is None:
-                if close_to_group(run.path):
-                    path = printable_line(str(run.path))
-                    _log.warning("so-tui: the group of %s could write in it; not any more", path)
+                close_to_group(run.path)
                 run = RunDirectory(run.path, opened.enter_context(open_named(run.path)))
             assert run.folder is not None
             found = next(_foreign(run, run.folder), None)
@@ -491,13 +485,8 @@ def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
     """Yield what is not this user's own of what is read. Raises OSError."""
     if (distrust := folder.distrust) is not None:
         yield NotOwnError(run.path, distrust)
-    for name, kind in _NEEDED.items():
-        if folder.distrust_of(name, kind) is Distrust.MISSING:
-            yield NotOwnError(run.path / name, Distrust.MISSING)
     for name, kind in _PARTS.items():
-        for found in folder.foreign(name, kind):
-            if not _decides_nothing(found):
-                yield found
+        yield from (part for part in folder.foreign(name, kind) if not _decides_nothing(part))
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         spec = decode_json(read_own(run.spec_path), RunSpec)
         if spec.checkpoint.folder:
@@ -506,9 +495,12 @@ def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
 
 
 def _decides_nothing(part: NotOwnError) -> bool:
-    """Return whether it does no harm that a part of a run is not this user's own: Slurm makes logs
-    with the user's umask, and a checkpoint with a link in it counts as damaged.
+    """Return whether it does no harm that a part of a run is not this user's own: not all parts are
+    needed, Slurm makes logs with the user's umask, and a checkpoint with a link in it counts as
+    damaged.
     """
+    if part.distrust is Distrust.MISSING:
+        return part.path.name not in _NEEDED
     if part.distrust is Distrust.OTHERS_CAN_WRITE:
         return part.path.suffix == _LOG
     return part.distrust is Distrust.WRONG_KIND and any(
@@ -516,31 +508,27 @@ def _decides_nothing(part: NotOwnError) -> bool:
     )
 
 
+_REASONS = {
+    Distrust.OTHERS_CAN_WRITE: (
+        "other users can write {path}, and with it decide what {name} does in your name. Check "
+        "what is in it, then take away the right: `{close}`"
+    ),
+    Distrust.WRONG_KIND: (
+        "{path} is a link, or a file where a folder is expected. Name the folder of the run itself"
+    ),
+    Distrust.MISSING: "{path} is missing, so the run cannot be continued. Start a new one",
+    Distrust.UNREADABLE: "{path} cannot be read. Check the rights of its folder",
+}
+
+
 def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:
     name, path = printable_line(run.name), printable_line(str(found.path))
-    match found.distrust:
-        case Distrust.OTHER_OWNER:
-            return Refusal(
-                NOT_YOUR_RUN,
-                f"{name} is not your run: {path} belongs to another user. You can watch it and "
-                "read its logs",
-            )
-        case Distrust.OTHERS_CAN_WRITE:
-            remedy = (
-                "Check what is in it, then take away the right: "
-                f"`{quoted('chmod', '-R', 'go-w', str(run.path))}`"
-            )
-            message = (
-                f"other users can write {path}, and with it decide what {name} does in your name. "
-                f"{remedy}"
-            )
-        case Distrust.WRONG_KIND:
-            message = (
-                f"{path} is a link, or a file where a folder is expected. Name the folder of the "
-                "run itself"
-            )
-        case Distrust.MISSING:
-            message = f"{path} is missing, so the run cannot be continued. Start a new one"
-        case Distrust.UNREADABLE:
-            message = f"{path} cannot be read. Check the rights of its folder"
+    if found.distrust is Distrust.OTHER_OWNER:
+        return Refusal(
+            NOT_YOUR_RUN,
+            f"{name} is not your run: {path} belongs to another user. You can watch it and "
+            "read its logs",
+        )
+    close = quoted("chmod", "-R", "go-w", str(run.path))
+    message = _REASONS[found.distrust].format(name=name, path=path, close=close)
     return Refusal(found.distrust.value, message)

@@ -61,14 +61,23 @@ def export_metrics(
         OSError: The run cannot be read.
     """
     if path.suffix not in FORMATS:
-        remedy = "Give a name that ends in .csv or .parquet."
-        raise _unfit(path, "unknown-format", "is neither CSV nor Parquet", remedy)
+        raise _unfit(
+            path,
+            "unknown-format",
+            "is neither CSV nor Parquet",
+            "Give a name that ends in .csv or .parquet.",
+        )
     if reader.latest is None:
-        message = "would be empty: the run has no steps yet"
-        raise _unfit(path, "no-steps", message, "Wait for its first step.")
+        raise _unfit(
+            path, "no-steps", "would be empty: the run has no steps yet", "Wait for its first step."
+        )
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        remedy = "Install it (`pip install pyarrow`), or write .csv."
-        raise _unfit(path, "pyarrow-missing", "needs pyarrow", remedy)
+        raise _unfit(
+            path,
+            "pyarrow-missing",
+            "needs pyarrow",
+            "Install it (`pip install pyarrow`), or write .csv.",
+        )
     return export_rows(path, columns, _rows(reader, columns), progress)
 
 

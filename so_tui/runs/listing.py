@@ -19,7 +19,6 @@ Problem codes:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import time
@@ -58,7 +57,6 @@ from so_tui.trust.folders import (
 )
 from so_tui.trust.text import printable_line
 
-_log = logging.getLogger(__name__)
 LATEST = "latest"
 LONGEST_NAME = 48
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
@@ -111,46 +109,41 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
         shared = os.environ.get(VARIABLE) == GROUP
         make_folders(folder, shared=shared)
         for made in (state_home(), folder) if state_home() in folder.parents else ():
-            if close_to_group(made):
-                path = printable_line(str(made))
-                _log.warning("so-tui: the group of %s could write in it; not any more", path)
+            close_to_group(made)
         suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
         run = RunDirectory(folder / f"{stem}-{suffix}")
         make_run_folder(run.path, shared=shared)  # fails if another process was first
+        _fill(run, spec, shared=shared)
     except FileExistsError as error:
         raise reject(
             "name-taken", "--runs-dir", str(folder), str(error), "Choose another name."
         ) from error
     except OSError as error:
-        message = f"a run cannot be created here: {error.strerror}"
         raise reject(
             "runs-dir-not-writable",
             "--runs-dir",
             str(folder),
-            message,
-            "Choose another folder with --runs-dir.",
+            f"a run cannot be created here: {error.strerror}",
+            "Free some space there, or choose another folder with --runs-dir.",
         ) from error
+    if folder not in (default_runs_dir(), probes_dir()):
+        _record_folder(folder)
+    return run
+
+
+def _fill(run: RunDirectory, spec: RunSpec, *, shared: bool) -> None:
+    """Write what a new run has, or remove its folder. Raises OSError."""
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=shared)
         write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
-    except OSError as error:
+    except OSError:
         import shutil  # imports every compression module, which listing runs does not need
 
         shutil.rmtree(run.path, ignore_errors=True)
-        remedy = "Free some space there, or choose another folder with --runs-dir."
-        raise reject(
-            "runs-dir-not-writable",
-            "--runs-dir",
-            str(folder),
-            f"the run cannot be written: {error.strerror}",
-            remedy,
-        ) from error
-    if folder not in (default_runs_dir(), probes_dir()):
-        _record_folder(folder)
-    return run
+        raise
 
 
 def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
@@ -182,20 +175,14 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         try:
             if directory.spec_path.is_file():
                 return directory
-        except PermissionError:
-            remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
-            raise reject(
-                "run-not-readable", "run", run, "you may not read this folder", remedy
-            ) from None
         except OSError as error:
-            remedy = "Check that its file system is mounted and answers, then try again."
-            raise reject(
-                "run-not-readable",
-                "run",
-                run,
-                f"its folder cannot be read: {error.strerror}",
-                remedy,
-            ) from error
+            remedy = (
+                f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
+                if isinstance(error, PermissionError)
+                else "Check that its file system is mounted and answers, then try again."
+            )
+            message = f"its folder cannot be read: {error.strerror}"
+            raise reject("run-not-readable", "run", run, message, remedy) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise reject("not-a-run", "run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)

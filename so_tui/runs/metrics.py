@@ -102,8 +102,6 @@ class _Segment:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.unread = False
-        """Whether it is an earlier one with an unread rest."""
         self.offset = 0
         self.attempt = 0
         self.events: list[MetricRecord] = []
@@ -241,7 +239,7 @@ class MetricsReader:
         """
         found: list[StepRecord] = []
         for segment in reversed(self._segments.values()):
-            if segment.unread:
+            if segment in self._unread:
                 break
             for place in range(len(segment.places) - 1, -1, -1):
                 if len(found) >= count:
@@ -271,7 +269,7 @@ class MetricsReader:
     def size_of(self, segment: _Segment) -> int:
         """Return how many bytes of a segment can be read by now."""
         known = segment.offset
-        return max(known, size_of(segment.path)) if segment.unread else known
+        return max(known, size_of(segment.path)) if segment in self._unread else known
 
     # Following.
 
@@ -322,7 +320,6 @@ class MetricsReader:
             if number >= newest:
                 self._followed.append(segment)
                 continue
-            segment.unread = True
             self._unread.append(segment)
             try:
                 segment.read_head(deadline)
@@ -376,7 +373,7 @@ class MetricsReader:
         """Return some lines of a segment from a position on, and the position after them: of one
         that is followed, only what was read of it. Raises OSError.
         """
-        if segment.unread:
+        if segment in self._unread:
             return self._read_on(segment, at)
         if at >= segment.offset:
             return [], at
@@ -402,7 +399,6 @@ class MetricsReader:
         self._events = None
         if not lines:
             self._unread.remove(segment)
-            segment.unread = False
             if self.latest is None and segment.places:
                 self.latest = next(iter(self.recent(1)), None)
         return lines, end
@@ -411,7 +407,6 @@ class MetricsReader:
         _log.info("%s is left out: %s", segment.path, error)
         segment.offset, segment.events, segment.places, segment.warning = 0, [], [], None
         self._unread.remove(segment)
-        segment.unread = False
         self._forget()
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.

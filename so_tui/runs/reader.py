@@ -112,9 +112,11 @@ class LogReader:
         """Current state of the unfinished last line, such as a running progress bar."""
         return _readable(self._rest)
 
-    def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
+    def poll(
+        self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05, at_end: bool = False
+    ) -> tuple[str, ...]:
         """Return the lines completed since the last poll, within about ``limit_bytes`` and
-        ``limit_s``.
+        ``limit_s``: or, ``at_end``, those within ``limit_bytes`` of the end.
 
         Reads at least one block, however long a busy host or file system takes.
         """
@@ -130,6 +132,10 @@ class LogReader:
             return ()
         try:
             dropped = _dropped(fd)
+            if at_end:
+                size = os.fstat(fd).st_size + max(0, dropped - _MARK_BYTES)
+                self._position, self._rest = max(0, size - limit_bytes), b""
+            cut = 1 if at_end and self._position else 0
             end = self._position + limit_bytes
             while block := self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines):
                 lines += self._lines(block)
@@ -138,29 +144,14 @@ class LogReader:
                     break
         finally:
             os.close(fd)
-        return tuple(lines)
+        return tuple(lines[cut:])
 
     def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
         """Return the last lines within ``limit_bytes`` of the end; later polls continue from
         there.
         """
-        try:
-            fd = open_descriptor(self._path)
-        except (
-            FileNotFoundError,
-            UnfitFileError,
-        ):  # not written yet, or no log: a pipe would block, a device never end
-            return ()
-        try:
-            dropped = _dropped(fd)
-            size = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-        logical_size = size if not dropped else size - _MARK_BYTES + dropped
-        self._position, self._rest = max(0, logical_size - limit_bytes), b""
-        cut = self._position > 0
-        found = self.poll(limit_bytes=limit_bytes, limit_s=1.0)
-        return found[1 if cut else 0 :][-lines:] if lines else ()
+        found = self.poll(limit_bytes=limit_bytes, limit_s=1.0, at_end=True)
+        return found[-lines:] if lines else ()
 
     def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:
         head = HEAD_BYTES

@@ -23,7 +23,6 @@ Obstacle = Literal[
     "softcap",
     "sinks",
     "rows",
-    "not-deterministic",
 ]
 """Why a backend cannot be used."""
 
@@ -35,7 +34,6 @@ OBSTACLES: dict[Obstacle, str] = {
     "softcap": "does not cap attention scores, which this model does",
     "sinks": "does not support attention sinks, which this model has",
     "rows": "takes documents end to end, which other layers of this model cannot keep apart",
-    "not-deterministic": "has no deterministic backward pass on this kind of GPU",
 }
 """What is said of a backend that cannot be used."""
 
@@ -68,14 +66,10 @@ class _Kernel(Struct, frozen=True, kw_only=True):
     """Distribution that has it; empty: torch itself."""
     generations: tuple[int, ...]
     """Major compute capabilities of the GPUs that it runs on."""
-    tested: tuple[int, ...] = ()
-    """Those of ``generations`` on which the project has run it."""
     head_sizes: tuple[int, ...] = ()
     """Sizes of heads that it computes right; empty: every multiple of 8 up to 256."""
     softcap: bool = True
     """Whether it can cap scores (Gemma 2)."""
-    deterministic: tuple[int, ...]
-    """Those of ``generations`` on which it has a deterministic backward pass."""
 
 
 KERNELS = (
@@ -83,23 +77,18 @@ KERNELS = (
         name="flash-attn-4",
         package="flash-attn-4",
         generations=(9, 10, 11),
-        tested=(9,),
         head_sizes=(64, 96, 128, 256),
-        deterministic=(9, 10, 11),
     ),
-    _Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,), deterministic=(9,)),
+    _Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,)),
     _Kernel(
         name="flash-attn-2",
         package="flash-attn",
         generations=(8, 9, 10, 11, 12),
-        deterministic=(8, 9, 10, 11, 12),
     ),
     _Kernel(
         name="torch-flash",
         generations=(0, 8, 9, 10, 11, 12),
-        tested=(9,),
         softcap=False,
-        deterministic=(0, 8, 9, 10, 11, 12),
     ),
 )
 """The fastest first."""
@@ -116,7 +105,6 @@ class Needs(Struct, frozen=True, kw_only=True):
     """Whether each document needs a row of its own, since layers besides attention would mix those
     of one row.
     """
-    deterministic: bool = False
     plain: bool = True
     """Whether it is softmax attention, which every backend computes; transformers' own code serves
     other models.
@@ -177,8 +165,6 @@ def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Ob
         return "head-size"
     if needs.softcap and not kernel.softcap:
         return "softcap"
-    if needs.deterministic and present.generation not in kernel.deterministic:
-        return "not-deterministic"
     return "not-installed" if kernel.package and kernel.package not in present.packages else None
 
 

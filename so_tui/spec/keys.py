@@ -167,23 +167,22 @@ def _options(kind: inspect.Type) -> list[inspect.Type]:
     return sorted(options, key=lambda option: _type_name(option) == "list")
 
 
+_TYPE_NAMES: dict[type[inspect.Type], FieldType] = {
+    inspect.BoolType: "boolean",
+    inspect.IntType: "integer",
+    inspect.FloatType: "number",
+    inspect.StrType: "text",
+    inspect.LiteralType: "choice",
+    inspect.ListType: "list",
+    inspect.VarTupleType: "list",
+    inspect.TupleType: "list",
+    inspect.DictType: "table",
+}
+"""Types that fields of a struct may have."""
+
+
 def _type_name(kind: inspect.Type) -> FieldType:
-    match kind:
-        case inspect.BoolType():
-            return "boolean"
-        case inspect.IntType():
-            return "integer"
-        case inspect.FloatType():
-            return "number"
-        case inspect.StrType():
-            return "text"
-        case inspect.LiteralType():
-            return "choice"
-        case inspect.ListType() | inspect.VarTupleType() | inspect.TupleType():
-            return "list"
-        case inspect.DictType():
-            return "table"
-    raise TypeError(f"fields of type {kind} are not supported")
+    return _TYPE_NAMES[type(kind)]
 
 
 def _bound(kind: inspect.Type, closed: str, opened: str) -> tuple[float | None, bool]:

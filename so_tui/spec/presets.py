@@ -106,18 +106,8 @@ def as_published(spec: RunSpec) -> RunSpec:
 # Local paths in a spec: recognised without asking the hub, made absolute, and checked.
 
 
-_LOCAL_SUFFIXES = (
-    ".json",
-    ".jsonl",
-    ".ndjson",
-    ".parquet",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".gz",
-    ".zst",
-    ".arrow",
-)
+_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
+_LOCAL_SUFFIXES = (*_DATA_SUFFIXES, ".txt", ".gz", ".zst", ".arrow")
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
@@ -329,7 +319,6 @@ _LONGEST_CHAIN = 16
 BUILTIN = "builtin:"
 """Prefix of models, tokenizers and data that come with so-tui: ``builtin:tiny/rows.jsonl``."""
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 

@@ -207,9 +207,8 @@ class DataSpec(_Section, frozen=True):
         """Sources with all values filled in; a single source has weight 1."""
         given = (DataSource(source=self.source),) if isinstance(self.source, str) else self.source
         return tuple(
-            DataSource(
-                source=part.source,
-                weight=part.weight,
+            replace(
+                part,
                 subset=part.subset or self.subset,
                 split=part.split or self.split,
                 format=part.format or self.format,

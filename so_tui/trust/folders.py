@@ -25,6 +25,7 @@ from so_tui.trust.files import (
     distrust_of_folder,
     others_can_write,
 )
+from so_tui.trust.text import printable_line
 
 _LOG = logging.getLogger(__name__)
 _MOST_LINKS = 40
@@ -68,27 +69,9 @@ class Folder:
         """The user id of its owner."""
         return os.fstat(self.descriptor).st_uid
 
-    def distrust_of(self, name: str, kind: int) -> Distrust | None:
-        """Return why something in it is not this user's own; None if it is.
-
-        Args:
-            name: Its path below this folder.
-            kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``.
-        """
-        try:
-            descriptor = self._opened(name, os.O_PATH)
-        except (FileNotFoundError, NotADirectoryError):
-            return Distrust.MISSING
-        except OSError:
-            return Distrust.UNREADABLE
-        try:
-            return distrust_of(descriptor, kind)
-        finally:
-            os.close(descriptor)
-
     def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
         """Yield what is not this user's own of something in it, and of everything below that. What
-        goes meanwhile is left out.
+        goes meanwhile is left out, but not the thing itself, which counts as missing.
 
         Args:
             name: Its path below this folder.
@@ -97,19 +80,24 @@ class Folder:
         Raises:
             OSError: Something cannot be opened.
         """
-        with suppress(FileNotFoundError):
+        try:
             descriptor = self._opened(name, os.O_PATH)
-            try:
-                found = stat.S_IFMT(os.fstat(descriptor).st_mode)
-                usual = stat.S_IFDIR if found == stat.S_IFDIR else stat.S_IFREG
-                distrust = distrust_of(descriptor, kind or usual)
-            finally:
-                os.close(descriptor)
-            if distrust is not None:
-                yield NotOwnError(self.path / name, distrust)
-            elif found == stat.S_IFDIR:
+        except FileNotFoundError:
+            yield NotOwnError(self.path / name, Distrust.MISSING)
+            return
+        try:
+            found = stat.S_IFMT(os.fstat(descriptor).st_mode)
+            usual = stat.S_IFDIR if found == stat.S_IFDIR else stat.S_IFREG
+            distrust = distrust_of(descriptor, kind or usual)
+        finally:
+            os.close(descriptor)
+        if distrust is not None:
+            yield NotOwnError(self.path / name, distrust)
+        elif found == stat.S_IFDIR:
+            with suppress(FileNotFoundError):
                 for below in self.names(name):
-                    yield from self.foreign(f"{name}/{below}")
+                    parts = self.foreign(f"{name}/{below}")
+                    yield from (part for part in parts if part.distrust is not Distrust.MISSING)
 
     def open(self, name: str) -> int:
         """Open a regular file in it for reading, and return the descriptor.
@@ -137,20 +125,13 @@ class Folder:
         """Open what is at a path below this folder; a link on the way, or at its end, is not
         followed.
         """
-        *folders, last = Path(name).parts or (".",)
-        if ".." in (*folders, last) or name.startswith("/"):
+        first, _, rest = name.partition("/")
+        if first in ("", ".."):
             raise ValueError(f"{name} leads out of the folder")
-        at = self.descriptor
-        try:
-            for part in folders:
-                below = os.open(part, _FOLDER, dir_fd=at)
-                if at != self.descriptor:
-                    os.close(at)
-                at = below
-            return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-        finally:
-            if at != self.descriptor:
-                os.close(at)
+        if rest:
+            with Folder(self.path / first, self._opened(first, _FOLDER), None) as below:
+                return below._opened(rest, flags)
+        return os.open(first, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
 
 
 def open_named(path: Path) -> Folder:
@@ -228,10 +209,7 @@ def private_folder(path: Path) -> Path:
             can write.
         OSError: It cannot be made.
     """
-    if not path.parent.exists():
-        private_folder(path.parent)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    make_folders(path)
     try:
         folder = open_named(path)
     except NotADirectoryError as error:
@@ -247,9 +225,8 @@ def private_folder(path: Path) -> Path:
 def is_own_place(path: Path) -> bool:
     """Return whether a folder, or the nearest one above it that exists, is this user's own."""
     found = Path(os.path.realpath(path))  # does not raise where a link leads to itself
-    while not os.path.lexists(found):
-        found = found.parent
-    return distrust_of_folder(found) is None
+    nearest = next(each for each in (found, *found.parents) if os.path.lexists(each))
+    return distrust_of_folder(nearest) is None
 
 
 # Folders from which code is loaded by path. Whoever can exchange one of them, or a folder above
@@ -351,19 +328,19 @@ def make_folders(folder: Path, *, shared: bool = False) -> None:
             make_run_folder(folder, shared=shared)
 
 
-def close_to_group(path: Path) -> bool:
+def close_to_group(path: Path) -> None:
     """Take the right to write in a folder of this user from the group, which earlier versions left
-    to the umask, and return whether it had that right.
+    to the umask, and log that.
 
     Raises:
         OSError: There is no such folder, or it cannot be changed.
     """
     with open_named(path) as folder:
         mode = os.fstat(folder.descriptor).st_mode
-        if folder.distrust is not Distrust.OTHERS_CAN_WRITE or mode & stat.S_IWOTH:
-            return False
-        folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
-        return True
+        if folder.distrust is Distrust.OTHERS_CAN_WRITE and not mode & stat.S_IWOTH:
+            folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
+            name = printable_line(str(path))
+            _LOG.warning("so-tui: the group of %s could write in it; not any more", name)
 
 
 def umask_of(folder: Path) -> int:

@@ -8,12 +8,12 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
@@ -47,7 +47,6 @@ from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.spec import RunSpec, find_preset, with_values
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
-from so_tui.units import plural
 from so_tui.validation import report, show
 from so_tui.validation.report import (
     CopiesFound,
@@ -285,28 +284,18 @@ _LOSS_LEARNING_RATE = "3e-4"
 _LOSS_STEP_S = 0.1
 """At most, of ``tiny`` on GPUs."""
 
-_PLAIN = {
-    "offload.mode": "superoffload",
-    "offload.engine": "so-tui",
-    "train.gradient_clipping": "0",
-    "offload.ratio": "0.9",
-}
-_CLIPPED = _PLAIN | {"train.gradient_clipping": "1"}
-_ON_GPU = {"offload.mode": "gpu", "train.gradient_clipping": "0"}
-_ZEROOFFLOAD = {
-    "offload.mode": "zerooffload",
-    "offload.ratio": "1.0",
-    "train.gradient_clipping": "0",
-}
 
-
-class _Part(Struct, frozen=True):
-    """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
+class _Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """One run of ``parts.toml``: a title, settings beside those of the shape, on how many ranks,
+    bound how.
+    """
 
     key: str
     title: str
     settings: dict[str, str] = {}
     ranks: int = 1
+    least_gpus: int = 1
+    """GPUs that a run may have at least, if more than it has ranks."""
     placed: Placed = "bound"
     published: bool = False
     """With the settings of DeepSpeed's SuperOffload examples."""
@@ -356,74 +345,29 @@ def _shape_name(spec: RunSpec) -> str:
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def _parts_of(machine: Machine, gpus: int) -> Iterator[_Part]:
-    """Yield the training parts for a machine, the most telling first.
+@cache
+def _parts() -> dict[str, tuple[_Part, ...]]:
+    """Return the parts for machines with ``gpus``, and with ``cpus`` alone."""
+    content = Path(__file__).with_name("parts.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[str, tuple[_Part, ...]])
+
+
+def _parts_of(machine: Machine, gpus: int) -> list[_Part]:
+    """Return the training parts for a machine, the most telling first.
 
     Args:
         machine: Where.
         gpus: The most GPUs that a run may have.
     """
     if not machine.gpus:
-        yield _Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
-        yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
-        yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
-        return
-    several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield _Part("gpu", "no offload", _ON_GPU)
-    yield _Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
-    yield _Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
-    if len(_usable_nodes(machine)) > 1:
-        yield _Part(
-            "wrong-node", "our engine, bound to the wrong NUMA node", _PLAIN, placed="wrong-node"
-        )
-    # While these run, DeepSpeed's CPU Adam is compiled for the parts after them. Their losses must
-    # agree step by step, whatever the number of GPUs: clipped, because the norm is over all of
-    # them.
-    clipped = {"train.gradient_clipping": "1"}
-    yield _Part("losses-gpu", "tiny without offload on 1 GPU", _ON_GPU | clipped, losses_only=True)
-    for ranks in (1, *several):
-        where = "1 GPU" if ranks == 1 else f"{ranks} GPUs, the same global batch"
-        title = f"tiny with our engine on {where}"
-        yield _Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
-    yield _Part(
-        "published",
-        "DeepSpeed's SuperOffload as published, its default for clipping",
-        published=True,
-    )
-    yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
-    for ranks in several:
-        where = f"on {ranks} GPUs, the same global batch"
-        yield _Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
-        yield _Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
-    yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
-    explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    yield _Part(
-        "published-unclipped",
-        "DeepSpeed's SuperOffload as published, clipping 0",
-        explicit,
-        published=True,
-    )
-    # Whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt.
-    for ranks in (1, 2) if several else ():
-        title = f"tiny with DeepSpeed's SuperOffload on {plural(ranks, 'GPU')}"
-        yield _Part(
-            f"losses-published-{ranks}",
-            title,
-            explicit | clipped,
-            ranks,
-            published=True,
-            losses_only=True,
-        )
-    for ranks in several:
-        title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
-        yield _Part(f"published-{ranks}", title, ranks=ranks, published=True)
-    for ratio in ("0.5", "0.7", "1.0"):
-        yield _Part(
-            f"ours-{ratio}", f"our engine, ratio {ratio}", _PLAIN | {"offload.ratio": ratio}
-        )
-    for states in ("bf16-moments", "int8-moments"):
-        settings = _PLAIN | {"offload.states": states}
-        yield _Part(f"ours-{states}", f"our engine, {states}", settings)
+        return [*_parts()["cpus"]]
+    several_nodes = len(_usable_nodes(machine)) > 1
+    return [
+        part
+        for part in _parts()["gpus"]
+        if max(part.ranks, part.least_gpus) <= gpus
+        and (several_nodes or part.placed != "wrong-node")
+    ]
 
 
 def _spec_of(shape: RunSpec, part: _Part) -> RunSpec:
@@ -621,7 +565,7 @@ def validate(
     with _CpuAdam() as cpu_adam:
         parts = [
             *_machine_measurements(machine, folder),
-            *_training_measurements(machine, shape, list(_parts_of(usable, gpus)), cpu_adam),
+            *_training_measurements(machine, shape, _parts_of(usable, gpus), cpu_adam),
         ]
         return _run_parts(begun, parts, seconds, write, tell)
 

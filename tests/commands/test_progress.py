@@ -29,9 +29,9 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 FOLLOW = (
     # whatever started the tests (nohup) ignores it
-    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+    "import signal, sys; from pathlib import Path; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
     " from so_tui.commands.follow import follow; from so_tui.runs import RunDirectory;"
-    " sys.exit(follow(RunDirectory(sys.argv[1]), owner=sys.argv[2] == 'owner'))"
+    " sys.exit(follow(RunDirectory(Path(sys.argv[1])), owner=sys.argv[2] == 'owner'))"
 )
 
 

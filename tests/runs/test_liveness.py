@@ -272,10 +272,11 @@ def test_clock_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDi
 
 IN_A_NAMESPACE = """
 import os, sys
+from pathlib import Path
 from msgspec.structs import replace
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.liveness import identify, this_host
-run, here = RunDirectory(sys.argv[1]), this_host()
+run, here = RunDirectory(Path(sys.argv[1])), this_host()
 write_state(run, replace(read_state(run), state="training", attempt=1, host=here.name,
     boot_id=here.boot_id, pid_namespace=here.pid_namespace, supervisor=identify(os.getpid())))
 print("ready", flush=True)

@@ -37,9 +37,10 @@ from tests.support.waiting import LIMIT_S
 WRITE_FOREVER = """
 import sys
 import time
+from pathlib import Path
 from tests.support.records import step_record
 from so_tui.runs import MetricsWriter, RunDirectory
-writer = MetricsWriter(RunDirectory(sys.argv[1]), int(sys.argv[2]), segment_bytes=64 * 1024)
+writer = MetricsWriter(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), segment_bytes=64 * 1024)
 step = int(sys.argv[3])
 while True:
     writer.append(step_record(step, attempt=int(sys.argv[2]), loss=float(step)))

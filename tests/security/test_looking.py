@@ -39,7 +39,7 @@ from so_tui.spec import SoTuiError
 from so_tui.ui.charts.series import Wanted
 from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.run_rows import RunLister
-folder, run = Path(sys.argv[1]), RunDirectory(sys.argv[2])
+folder, run = Path(sys.argv[1]), RunDirectory(Path(sys.argv[2]))
 lister, follower = RunLister(folder), RunFollower(run)
 for _ in range(3):
     lister.rows()

@@ -59,7 +59,6 @@ def test_fastest_backend_that_can_is_taken(
         (Needs(head_size=128, softcap=True), 9, "torch-flash", "softcap"),
         (Needs(head_size=128, sinks=True), 9, "flash-attn-4", None),
         (Needs(head_size=128, sinks=True), 9, "sdpa", "sinks"),
-        (Needs(head_size=128, deterministic=True), 9, "flash-attn-4", None),
         (PLAIN, 8, "flash-attn-3", "other-gpu"),
         (PLAIN, None, "torch-flash", "no-gpu"),
     ],

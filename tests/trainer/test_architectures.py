@@ -128,7 +128,7 @@ def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
 def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     """Padding after a document changes no loss or gradient. Packed, the same model is refused."""
     config = load_config(another(kind))
-    needs = attention.needs_of(meta_model(config), deterministic=False)
+    needs = attention.needs_of(meta_model(config))
     implementation = attention._decide(another(kind), needs, Present(generation=9)).backend
     assert (needs.rows, implementation) == (True, "sdpa")
     causal = causal_model(config, dtype=torch.float32, attention=implementation)
@@ -149,7 +149,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
 def test_the_widest_heads_decide() -> None:
     meta = meta_model(load_config(another("gemma4_text")))
-    assert attention.needs_of(meta, deterministic=False) == Needs(head_size=32)
+    assert attention.needs_of(meta) == Needs(head_size=32)
 
 
 def decided(asked: Any, needs: Needs, generation: int | None) -> str:
@@ -160,7 +160,7 @@ def decided(asked: Any, needs: Needs, generation: int | None) -> str:
 
 def test_sinks_are_never_left_out() -> None:
     plain, needs = (
-        attention.needs_of(meta_model(load_config(scaled_down(name))), deterministic=False)
+        attention.needs_of(meta_model(load_config(scaled_down(name))))
         for name in ("qwen3-14b", "gpt-oss-20b")
     )
     assert not plain.sinks

@@ -381,12 +381,13 @@ def test_memory_of_a_rank_includes_its_workers(monkeypatch: pytest.MonkeyPatch) 
 
 _RANK = """
 import sys
+from pathlib import Path
 import torch, torch.distributed as dist
 from so_tui.runs import RunDirectory
 from so_tui_trainer.metrics import record_network_rate
 from so_tui_trainer.ranks import Ranks
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-record_network_rate(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(sys.argv[3]), 1, 2)
+record_network_rate(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(Path(sys.argv[3])), 1, 2)
 dist.destroy_process_group()
 """  # noqa: E501
 

@@ -132,11 +132,15 @@ def test_nothing_in_a_folder_is_reached_through_a_link(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         os.close(folder.open("below/file"))
         assert folder.names("below") == ["file"]
-        assert folder.distrust_of("below/file", stat.S_IFREG) is None
-        assert folder.distrust_of("below", stat.S_IFDIR) is None
-        assert folder.distrust_of("file", stat.S_IFREG) is Distrust.WRONG_KIND
-        assert folder.distrust_of("link/file", stat.S_IFREG) is Distrust.MISSING
-        assert folder.distrust_of("none", stat.S_IFREG) is Distrust.MISSING
+        for name, kind, distrust in (
+            ("below/file", stat.S_IFREG, []),
+            ("below", stat.S_IFDIR, []),
+            ("file", stat.S_IFREG, [Distrust.WRONG_KIND]),
+            ("none", stat.S_IFREG, [Distrust.MISSING]),
+        ):
+            assert [part.distrust for part in folder.foreign(name, kind)] == distrust
+        with pytest.raises(NotADirectoryError):
+            next(folder.foreign("link/file", stat.S_IFREG))
         for name in ("link/file", "file"):
             with pytest.raises(OSError, match=r"link|directory"):
                 folder.open(name)

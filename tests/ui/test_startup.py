@@ -132,7 +132,7 @@ def checked(worker, app, done_callback=None):
 Worker._start = checked
 
 async def main():
-    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=RunDirectory(sys.argv[1]))
+    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=RunDirectory(Path(sys.argv[1])))
     async with app.run_test() as pilot, asyncio.timeout(60):
         while not app.runs:
             await asyncio.sleep(0.02)

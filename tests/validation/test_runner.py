@@ -167,7 +167,7 @@ def test_the_shape_fits_one_gpu_without_offload() -> None:
 
 
 def test_every_part_plans_and_has_the_same_global_batch() -> None:
-    parts = list(_parts_of(QUAD, 4))
+    parts = _parts_of(QUAD, 4)
     assert len({one.key for one in parts}) == len(parts)
     for one in parts:
         plan = make_plan(_spec_of(SHAPE, one), QUAD)

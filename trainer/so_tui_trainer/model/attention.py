@@ -478,7 +478,6 @@ _CODES: dict[Obstacle, str] = {
     "softcap": "attention-without-softcap",
     "sinks": "attention-without-sinks",
     "rows": "attention-without-rows",
-    "not-deterministic": "attention-not-deterministic",
 }
 """Codes of the refusal of a backend."""
 _MASKS_WITHOUT_POSITIONS = {"granitemoehybrid"}
@@ -499,13 +498,12 @@ def present(device: torch.device) -> Present:
     return Present(generation=generation, packages=packages)
 
 
-def needs_of(causal: PreTrainedModel, *, deterministic: bool) -> Needs:
+def needs_of(causal: PreTrainedModel) -> Needs:
     """Return what a model, which may be on meta tensors, asks of attention.
 
     Args:
         causal: The model. Its heads may have sinks (gpt-oss), and transformers supports SDPA for it
             if it computes plain softmax attention.
-        deterministic: Whether backward passes must be deterministic.
     """
     config: Any = causal.config
     latent = sum(
@@ -521,7 +519,6 @@ def needs_of(causal: PreTrainedModel, *, deterministic: bool) -> Needs:
         sinks=any(name.endswith(".sinks") for name, _ in causal.named_parameters()),
         softcap=bool(getattr(config, "attn_logit_softcapping", None)),
         rows=needs_rows(config),
-        deterministic=deterministic,
         plain=bool(causal._supports_sdpa),
     )
 

@@ -193,7 +193,7 @@ def _causal(
             "Choose a causal language model.",
         )
     meta = meta_model(config)
-    needs = attention.needs_of(meta, deterministic=run.train.deterministic)
+    needs = attention.needs_of(meta)
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     index, found = {}, None
     if spec.weights == "pretrained":
