@@ -96,16 +96,20 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
         )
     folder = folder.resolve()
     names = [*islice(_small_files(folder), _MOST_FILES + 1)]
-    if len(names) > _MOST_FILES:
-        raise _too_large(source, field, f"more than {thousands(_MOST_FILES)} files")
     copies = private_folder(modules_folder() / "so-tui")
     partial = Path(tempfile.mkdtemp(dir=copies))
     everything = hashlib.sha256()
     try:
         for name, content in _contents(folder, names, field):
-            if len(content) > _LARGEST_BYTES:
-                size = disk_size(_LARGEST_BYTES)
-                raise _too_large(source, field, f"{name}, which is larger than {size}")
+            if len(names) > _MOST_FILES or len(content) > _LARGEST_BYTES:
+                raise reject(
+                    "code-too-large",
+                    field,
+                    source,
+                    f"has more than {thousands(_MOST_FILES)} files, or one of more than "
+                    f"{disk_size(_LARGEST_BYTES)}, so its code cannot be copied and checked",
+                    "Name a folder with this model alone.",
+                )
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(content)
             everything.update(digest_of(name, content))
@@ -123,16 +127,6 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 def digest_of(name: str, content: bytes) -> bytes:
     """Return a hash of a file and its name."""
     return hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest()
-
-
-def _too_large(source: str, field: str, what: str) -> InputError:
-    return reject(
-        "code-too-large",
-        field,
-        source,
-        f"has {what}, so its files cannot be copied and checked",
-        "Name a folder with this model alone.",
-    )
 
 
 def _small_files(folder: Path) -> Iterator[str]:
@@ -210,8 +204,7 @@ def link_elsewhere(folder: Path) -> Path | None:
     """
     left, seen = [folder], set[tuple[int, int]]()
     while left:
-        at = left.pop()
-        for path in sorted(at.iterdir()):
+        for path in sorted(left.pop().iterdir()):
             link = path.lstat()
             try:
                 found = path.stat()
