@@ -51,8 +51,7 @@ EXPECTED = {
 def _restored() -> Iterator[None]:
     """The rotary function is replaced in transformers' own module."""
     modules: list[Any] = [
-        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        for name in (*EXPECTED, "gemma2")
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED
     ]
     before = [module.apply_rotary_pos_emb for module in modules]
     yield
@@ -90,15 +89,16 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     are_close(ours, theirs, 1e-3, 1e-5)
 
 
-def test_only_exact_parts_are_replaced() -> None:
+def test_only_exact_parts_that_are_asked_for_are_replaced() -> None:
     """Gemma 2's norms multiply with 1 + weight, its activation is GELU."""
     qwen, gemma = (
         causal_model(AutoConfig.for_model(kind, **SHAPE)) for kind in ("qwen3", "gemma2")
     )
     for model in (gemma, qwen):
-        fused.install_kernels(model)
-    assert replaced(gemma) == {"apply_rotary_pos_emb"}
-    assert replaced(qwen) == EXPECTED["qwen3"]
+        fused.install_norms(model)
+    fused.install_gates(gemma)
+    assert replaced(gemma) == set()
+    assert replaced(qwen) == {"Qwen3RMSNorm"}
 
 
 def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
@@ -321,7 +321,7 @@ def test_another_limit_than_gpt_oss_is_left_alone() -> None:
             )
 
     limited: Any = nn.ModuleList([Limited()])
-    fused.install_kernels(limited)
+    fused.install_experts(limited)
     assert replaced(limited) == set()
 
 

@@ -26,13 +26,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def install_kernels(causal: nn.Module) -> None:
+def install_kernels(causal: PreTrainedModel) -> None:
     """Replace the parts of ``causal`` for which a kernel is exact."""
+    install_norms(causal)
+    install_gates(causal)
+    install_experts(causal)
+    install_rotary(causal)
+
+
+def install_norms(causal: nn.Module) -> None:
+    """Replace RMS norms where the kernel is exact."""
     _replace_modules(causal, _is_rms_norm, _rms_norm)
+
+
+def install_gates(causal: nn.Module) -> None:
+    """Replace gated activations where the kernel is exact."""
     for shapes, ours in _MLPS:
         _replace_modules(causal, partial(_is_mlp, shapes, ours), ours)
+
+
+def install_experts(causal: nn.Module) -> None:
+    """Replace mixtures of experts where ours compute the same."""
     _replace_modules(causal, _is_mixture, _mixture)
-    install_rotary(causal)
 
 
 def _replace_modules(
@@ -176,7 +191,7 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     )
 
 
-def install_rotary(causal: nn.Module) -> None:
+def install_rotary(causal: PreTrainedModel) -> None:
     """Replace the rotary embedding in the model's own module of transformers, where the kernel is
     exact.
     """

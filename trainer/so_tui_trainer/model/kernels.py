@@ -96,7 +96,8 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         from so_tui_trainer.model import triton
 
-        return triton.turn(gradients[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return triton.turn(gradients[0], cos, sin, -1), None, None
 
 
 # Reductions of a block of logits for cross-entropy, each in one pass over memory; plain formulas
