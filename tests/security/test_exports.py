@@ -1,4 +1,4 @@
-"""What an export takes from the folders of other users, and who can read it."""
+"""Exports take no private files through links of other users, and are private themselves."""
 
 from __future__ import annotations
 
