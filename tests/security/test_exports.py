@@ -28,10 +28,10 @@ import sys
 import msgspec
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.foreign import without_links
+from so_tui_trainer.export import _without_links
 try:
-    with without_links(msgspec.json.decode(sys.argv[1], type=ModelSpec)) as model:
-        print(load_tokenizer(model).chat_template)
+    model = _without_links(msgspec.json.decode(sys.argv[1], type=ModelSpec))
+    print(load_tokenizer(model).chat_template)
 except InputError as error:
     print(*(f"{problem.code} {problem.value}" for problem in error.problems))
 """

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +30,8 @@ from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.foreign import without_links
-from so_tui_trainer.model.config import load_config, stored_config
+from so_tui_trainer.foreign import is_own, private_copy
+from so_tui_trainer.model.config import load_config, stored_config, unreadable
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
     DEFAULT_ATTENTION,
@@ -39,7 +40,7 @@ from so_tui_trainer.model.weights import (
     trained_shapes,
     untrained,
 )
-from so_tui_trainer.remote_code import refuse_without_consent
+from so_tui_trainer.remote_code import explained
 
 if TYPE_CHECKING:
     from transformers import (
@@ -161,9 +162,9 @@ def export(
                 f"is not the model of the checkpoint, which is {found}",
                 "Restore the run's spec.json.",
             )
-    with without_links(spec.model) as given:
-        config, tokenizer = load_config(given), load_tokenizer(given)
-        generation = _generation_config(given, config, tokenizer)
+    given = _without_links(spec.model)
+    config, tokenizer = load_config(given), load_tokenizer(given)
+    generation = _generation_config(given, config, tokenizer)
     model: Any = meta_model(config)
     shapes = trained_shapes(model)
     stage.read(shapes)
@@ -220,6 +221,32 @@ def _does_not_fit(checkpoint: Path, message: str) -> InputError:
         message,
         "Export another checkpoint, or restore the run's spec.json and the model's configuration.",
     )
+
+
+def _without_links(model: ModelSpec) -> ModelSpec:
+    """Return the model with private copies in place of folders, of its own or of its tokenizer,
+    that others can write. They have no weights.
+
+    A model whose own code runs is copied where that code is checked.
+
+    Raises:
+        InputError: As ``private_copy``, or the hub refuses the files (``model-config-unreadable``).
+    """
+    from huggingface_hub import constants
+
+    sources = {"tokenizer": (model.tokenizer, "main")}
+    if model.weights == "pretrained":
+        sources["id"] = model.id, model.revision
+    for field, (name, revision) in sources.items():
+        if not name or model.trust_remote_code:
+            continue
+        folder = Path(resolve_source(name)).expanduser()
+        if is_own(folder.resolve() if folder.is_dir() else Path(constants.HF_HUB_CACHE)):
+            continue
+        with explained(model, partial(unreadable, f"model.{field}", name)):
+            copy, _ = private_copy(str(folder), revision, f"model.{field}")
+        model = replace(model, **{field: str(copy)})
+    return model
 
 
 def _generation_config(
@@ -376,7 +403,16 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
         InputError: There is no model in it that can be read (``model-unreadable``).
     """
     given = model if model.trust_remote_code else replace(model, id=str(folder))
-    try:
+    with explained(
+        given,
+        lambda error: reject(
+            "model-unreadable",
+            "model",
+            str(folder),
+            f"has no causal language model in safetensors that can be read ({first_line(error)})",
+            "Name a run, or a folder that `so-tui export` wrote.",
+        ),
+    ):
         # Loaded by its class, a model runs nothing that the folder holds by now.
         meta: Any = meta_model(stored_config(given))
         causal: PreTrainedModel = type(meta).from_pretrained(
@@ -387,18 +423,6 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             use_safetensors=True,
             local_files_only=True,
         )
-    except InputError:
-        raise
-    # A damaged folder raises whatever it leads to, also errors of other packages.
-    except Exception as error:
-        refuse_without_consent(given, error)
-        raise reject(
-            "model-unreadable",
-            "model",
-            str(folder),
-            f"has no causal language model in safetensors that can be read ({first_line(error)})",
-            "Name a run, or a folder that `so-tui export` wrote.",
-        ) from error
     return causal
 
 

@@ -7,25 +7,26 @@ others prepared may be anything.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.machine.software import code_folders
+from so_tui.spec import InputError
 from so_tui.spec.errors import reject
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
     UnfitFileError,
     distrust_of_folder,
+    open_descriptor,
     others_can_write,
 )
 from so_tui.trust.folders import (
@@ -35,65 +36,17 @@ from so_tui.trust.folders import (
     open_folder,
     private_folder,
 )
-from so_tui_trainer.hub import UNWANTED, WANTED
+from so_tui.units import disk_size, thousands
 
-_SMALL = tuple(pattern for pattern in WANTED if pattern != "*.safetensors")
-
-
-@contextmanager
-def without_links(model: ModelSpec) -> Iterator[ModelSpec]:
-    """Yield the model with private copies in place of folders, of its own or of its tokenizer, that
-    others can write. They have no weights.
-
-    A model whose own code runs is copied where that code is checked.
-
-    Raises:
-        InputError: A file there is a link that leads out of the folder, or a file of somebody else
-            (``file-not-of-folder``), or the hub refuses the files (``model-config-unreadable``).
-    """
-    sources = {"id": model.revision if model.weights == "pretrained" else None, "tokenizer": "main"}
-    with ExitStack() as stack:
-        for field, revision in sources.items():
-            name = getattr(model, field)
-            if not name or revision is None or model.trust_remote_code:
-                continue
-            folder = _folder(resolve_source(name), revision, f"model.{field}")
-            if folder is None:
-                continue
-            copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="so-tui-model-")))
-            copy_files(folder, _small_files(folder), copy, f"model.{field}")
-            model = replace(model, **{field: str(copy)})
-        yield model
-
-
-def _folder(source: str, revision: str, field: str) -> Path | None:
-    """Return the folder of a source if others can write it: of the hub's cache, for a hub id."""
-    from huggingface_hub import constants, snapshot_download
-
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        folder = folder.resolve()
-        return None if is_own(folder) else folder
-    if is_own(Path(constants.HF_HUB_CACHE)) or source.startswith(("/", ".", "~")):
-        return None
-    try:
-        return Path(
-            snapshot_download(
-                source,
-                revision=revision,
-                allow_patterns=list(_SMALL),
-                ignore_patterns=list(UNWANTED),
-            )
-        ).resolve()
-    except Exception as error:  # whatever the hub's client and its HTTP client raise
-        raise reject(
-            "model-config-unreadable",
-            field,
-            source,
-            f"cannot be read ({first_line(error)})",
-            "Check the name and the network, log in with `hf auth login` if it is gated, or "
-            "download it first with `so-tui fetch`.",
-        ) from error
+_MODULES = "HF_MODULES_CACHE"
+_COPIED = (
+    *("*.py", "*.json", "*.jinja", "*.txt", "*.yaml", "*.yml", "*.merges"),
+    *("*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm"),
+)
+"""Files that configurations and tokenizers read. Weights are read where they are, as numbers."""
+_LEFT_OUT = ("original", "metal", "onnx", "__pycache__")
+_MOST_FILES = 1000
+_LARGEST_BYTES = 256 << 20
 
 
 def is_own(path: Path) -> bool:
@@ -108,46 +61,114 @@ def is_own(path: Path) -> bool:
         return False
 
 
-def _small_files(source: Path) -> Iterator[str]:
-    """Yield the names of the files that configurations and tokenizers are read from."""
-    for at, _, names in os.walk(source):
-        for name in sorted(names):
-            if any(fnmatch(name, pattern) for pattern in _SMALL):
-                yield os.path.relpath(Path(at) / name, source)
+def modules_folder() -> Path:
+    """Return the folder for the code of models that nobody else can write or exchange."""
+    return Path(code_folders(os.environ).get(_MODULES) or os.environ[_MODULES])
 
 
-def copy_files(source: Path, names: Iterable[str], to: Path, field: str) -> None:
-    """Copy files of a folder that others can write.
+def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str]]:
+    """Copy the small files of a folder, or of a repository on the hub, into a folder of this user
+    that is named by their content.
 
     Args:
-        source: The folder, without links in its path.
-        names: Paths of the files below it.
-        to: The folder for the copies.
-        field: What names the folder.
+        source: The folder or the hub id.
+        revision: Of the repository.
+        field: What names the source.
+
+    Returns:
+        The copy, and the names of its files.
 
     Raises:
-        InputError: One is a link that leads out of the folder, or a file of somebody else
+        InputError: They are too many or too large (``code-too-large``), or others can write the
+            folder and one is a link that leads out of it, or a file of somebody else
             (``file-not-of-folder``).
+        OSError: They cannot be downloaded or copied.
     """
+    from huggingface_hub import snapshot_download
+
+    folder = Path(source)
+    if not folder.is_dir():
+        ignored = [f"{name}/*" for name in _LEFT_OUT]
+        folder = Path(
+            snapshot_download(
+                source, revision=revision, allow_patterns=[*_COPIED], ignore_patterns=ignored
+            )
+        )
+    folder = folder.resolve()
+    names = [*islice(_small_files(folder), _MOST_FILES + 1)]
+    copies = private_folder(modules_folder() / "so-tui")
+    partial = Path(tempfile.mkdtemp(dir=copies))
+    everything = hashlib.sha256()
+    try:
+        for name, content in _contents(folder, names, field):
+            if len(names) > _MOST_FILES or len(content) > _LARGEST_BYTES:
+                raise reject(
+                    "code-too-large",
+                    field,
+                    source,
+                    f"has more than {thousands(_MOST_FILES)} files, or one of more than "
+                    f"{disk_size(_LARGEST_BYTES)}, so its code cannot be copied and checked",
+                    "Name a folder with this model alone.",
+                )
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(content)
+            everything.update(digest_of(name, content))
+        final = copies / everything.hexdigest()
+        try:
+            partial.rename(final)
+        except OSError:  # it is there already
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final, names
+
+
+def digest_of(name: str, content: bytes) -> bytes:
+    """Return a hash of a file and its name."""
+    return hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest()
+
+
+def _small_files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files to copy, in order."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name for name in folders if name not in _LEFT_OUT and not name.startswith(".")
+        )
+        for name in sorted(names):
+            if any(fnmatch(name, pattern) for pattern in _COPIED):
+                yield os.path.relpath(Path(at) / name, folder)
+
+
+def _contents(folder: Path, names: Iterable[str], field: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the names of files below a folder, without links in its path, and what is in them, as
+    far as it is not too large. Raises as ``private_copy``.
+    """
+    own = is_own(folder)
     # The hub's cache has the content of a snapshot's files elsewhere in the repository's folder.
-    root = source.parents[1] if source.parent.name == "snapshots" else source
-    with open_folder(root) as folder:
+    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    with open_folder(root) as opened:
         for name in names:
-            target = to / name
-            target.parent.mkdir(parents=True, exist_ok=True)
+            path = folder / name
             try:
-                descriptor = open_within(folder, str((source / name).relative_to(root)))
+                descriptor = (
+                    open_descriptor(path)
+                    if own
+                    else open_within(opened, str(path.relative_to(root)))
+                )
             except (OSError, ValueError) as error:
+                if own:
+                    raise
                 raise reject(
                     "file-not-of-folder",
                     field,
-                    str(source / name),
+                    str(path),
                     "is no file of its folder, which others can write: a link that leads out of "
                     "it, or a file that is elsewhere, too",
                     "Copy the folder to one of your own, look at what is in it, and name the copy.",
                 ) from error
-            with os.fdopen(descriptor, "rb") as file, target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+            with os.fdopen(descriptor, "rb") as file:
+                yield name, file.read(_LARGEST_BYTES + 1)
 
 
 def open_within(folder: Folder, name: str) -> int:
@@ -183,8 +204,7 @@ def link_elsewhere(folder: Path) -> Path | None:
     """
     left, seen = [folder], set[tuple[int, int]]()
     while left:
-        at = left.pop()
-        for path in sorted(at.iterdir()):
+        for path in sorted(left.pop().iterdir()):
             link = path.lstat()
             try:
                 found = path.stat()

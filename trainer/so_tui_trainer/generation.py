@@ -295,12 +295,15 @@ class Prompts:
             _Answer(list(ids), len(ids), torch.Generator().manual_seed(self._sampling.seed))
             for ids in self._ids
         ]
+        # No more tokens than a micro-batch of training has on this rank.
+        widest = max(map(len, self._ids)) + self._sampling.max_tokens
+        together = max(1, self._spec.micro_batch_tokens // widest)
         training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                for group in self._groups(answers):
-                    self._write(model, group)
+                for first in range(0, len(answers), together):
+                    self._write(model, answers[first : first + together])
         finally:
             model.train(training)
         answered = []
@@ -317,23 +320,6 @@ class Prompts:
             seconds=time.monotonic() - began,
             answers=tuple(answered),
         )
-
-    def _groups(self, answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
-        """Yield answers that are written together: no more tokens than a micro-batch of training
-        has on this rank.
-        """
-        limit = self._spec.micro_batch_tokens
-        group: list[_Answer] = []
-        for answer in answers:
-            widest = (
-                max(each.prompt_length for each in (*group, answer)) + self._sampling.max_tokens
-            )
-            if group and widest * (len(group) + 1) > limit:
-                yield group
-                group = []
-            group.append(answer)
-        if group:
-            yield group
 
     def _write(self, model: torch.nn.Module, answers: list[_Answer]) -> None:
         """Add tokens to the answers until all have ended."""

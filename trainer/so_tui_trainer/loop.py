@@ -485,13 +485,9 @@ class Loop:
 def _log_line(record: StepRecord, total_steps: int) -> str:
     """Return a step as a line of the log; ranks without GPUs have their speed by rank."""
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
-    tokens = rate(record.useful_tokens_per_s_total)
     per = "rank" if record.gpu_memory_peak_bytes is None else "GPU"
-    speed = (
-        f"{tokens} tokens/s  {significant(record.model_tflops_per_gpu, 4)} TFLOPS/{per}  "
-        f"{record.step_s:.3f} s"
-    )
     return (
         f"step {thousands(record.step)}/{thousands(total_steps)}  loss {record.loss:.4f}{norm}  "
-        f"{speed}"
+        f"{rate(record.useful_tokens_per_s_total)} tokens/s  "
+        f"{significant(record.model_tflops_per_gpu, 4)} TFLOPS/{per}  {record.step_s:.3f} s"
     )

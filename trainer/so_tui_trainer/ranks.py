@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 Value = TypeVar("Value")
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
@@ -49,13 +48,17 @@ class Ranks(NamedTuple):
             value: This rank's value.
             kind: Its type, as msgspec takes it (``str``, a structure, ``Path | None``).
         """
-        mine = _encoded(value)
+        content = bytearray(msgspec.msgpack.encode(value, enc_hook=str))
+        mine = torch.frombuffer(content, dtype=torch.uint8)
         sizes = [int(row[0]) for row in self.all_gather_row([float(len(mine))])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = mine
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded, group=self.group)
-        return [_decoded(row[:size], kind) for row, size in zip(rows, sizes, strict=True)]
+        return [
+            msgspec.msgpack.decode(row[:size].numpy().tobytes(), type=kind, dec_hook=_path)
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def broadcast(self, value: Value | None, kind: Any) -> Value:
         """Return rank 0's value; the values of other ranks are ignored. Arguments as for
@@ -91,17 +94,6 @@ def join(use_gpu: bool) -> Ranks:
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)
-
-
-def _encoded(value: Any) -> Tensor:
-    return torch.frombuffer(
-        bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8
-    )
-
-
-def _decoded(content: Tensor, kind: Any) -> Any:
-    array: Any = content.numpy()
-    return msgspec.msgpack.decode(memoryview(array), type=kind, dec_hook=_path)
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,18 +105,13 @@ def _call(action: Callable[[], None]) -> None:
 # Read what a rank trains and evaluates on, from the cache that rank 0 fills.
 
 
-class _TrainingData(NamedTuple):
-    """The data of one rank."""
-
-    documents: Documents
-    batches: Batches
-    fingerprint: str
-    """Changes if a step would train on other documents."""
-    evaluation: Batches | None
-
-
-def _read_training_data(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> _TrainingData:
+def _read_training_data(
+    spec: RunSpec, ranks: Ranks, recorder: Recorder
+) -> tuple[Documents, Batches, Batches | None]:
     """Read the spec's data; rank 0 tokenises them if needed.
+
+    Returns:
+        All documents, and the batches to train on and to evaluate.
 
     Raises:
         InputError: They cannot be read, or nothing would be left to train on.
@@ -126,16 +121,11 @@ def _read_training_data(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> _Tra
     other = evaluation_spec(spec)
     evaluated = documents if other is None else _documents(other, ranks, recorder)
     members = held_out if other is None else np.arange(len(evaluated.lengths))
-    pin = ranks.device.type == "cuda"
-    return _TrainingData(
-        documents=documents,
-        batches=Batches(
-            documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
-        ),
-        fingerprint=trained_fingerprint(documents.fingerprint, spec),
-        evaluation=Batches(evaluated, spec, ranks.rank, members=members, pin=pin)
-        if len(members)
-        else None,
+    pin, epoch = ranks.device.type == "cuda", documents.epoch(spec.train.seed, training)
+    return (
+        documents,
+        Batches(documents, spec, ranks.rank, members=epoch, pin=pin),
+        Batches(evaluated, spec, ranks.rank, members=members, pin=pin) if len(members) else None,
     )
 
 
@@ -376,7 +366,8 @@ class Session:
         self._seed(0)
         control.stop_early()
         self._load_stage("data", "reading the data")
-        data = _read_training_data(self.spec, ranks, self.recorder)
+        documents, batches, evaluation = _read_training_data(self.spec, ranks, self.recorder)
+        fingerprint = trained_fingerprint(documents.fingerprint, self.spec)
         control.stop_early()
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
@@ -388,10 +379,10 @@ class Session:
             lambda done, total: self._load_stage("weights", loading, done, total),
         )
         if takes_boundaries(model.attention):
-            data.batches.end_to_end = True
-            if data.evaluation:
-                data.evaluation.end_to_end = True
-        _check_sizes(model.causal.config, data.documents, self.spec, self.recorder)
+            batches.end_to_end = True
+            if evaluation:
+                evaluation.end_to_end = True
+        _check_sizes(model.causal.config, documents, self.spec, self.recorder)
         parameters = parameter_count(model)
         if not found:  # a table never bars the way to what a run has saved
             _check_table(self.spec, parameters)
@@ -406,19 +397,19 @@ class Session:
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
-            data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
+            batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
-        self._start_record(ranks, data.batches.total_steps(), parameters)
+        self._start_record(ranks, batches.total_steps(), parameters)
         loop = Loop(
             run=self.run,
             plan=self.plan,
             engine=self.engine,
-            batches=data.batches,
-            data=data.fingerprint,
+            batches=batches,
+            data=fingerprint,
             metrics=metrics,
             recorder=self.recorder,
             ranks=ranks,
-            evaluation=data.evaluation,
+            evaluation=evaluation,
             prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention))
             if self.spec.prompts.texts
             else None,
@@ -431,7 +422,7 @@ class Session:
         if found:
             self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
             checkpoint.restore(
-                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
+                found, self.engine, self.spec, fingerprint, ranks, self.recorder.warn
             )
             loop.resume(str(found.path), found.manifest)
             control.stop_early()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         skipped_step,
         stats,
         synchronize,
-        uses_worker,
         worker_pid,
     )
     from superoffload.checkpoint import Save, saved_master_weights, verify_state
@@ -80,7 +79,6 @@ __all__ = [
     "skipped_step",
     "stats",
     "synchronize",
-    "uses_worker",
     "verify_state",
     "worker_pid",
     "write_states",

@@ -197,11 +197,6 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
         deepspeed.initialize = original
 
 
-def uses_worker(engine: Any) -> bool:
-    """Return whether Adam runs in our worker process, on ``Settings.adam_cpus``."""
-    return worker_pid(engine) is not None
-
-
 def worker_pid(engine: Any) -> int | None:
     """Return the process id of our Adam worker, if there is one."""
     optimizer = adapter.super_offload(engine)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -100,17 +101,9 @@ class _SharedMemory:
         del self._all, self.mapping
 
 
-def host_available_bytes() -> int | None:
-    """Return how much memory this host can still allocate without swapping; None where /proc does
-    not say.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next(
-        (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None
-    )
+def host_available_bytes() -> int:
+    """Return how much memory this host can still allocate without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 def _gigabytes(size_bytes: int) -> str:
@@ -145,13 +138,11 @@ def prefer_huge_pages(memory: mmap.mmap) -> None:
     """Ask for huge pages, which make address translation cheaper. A kernel that is set to refuse
     them costs only speed.
     """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        try:
-            memory.madvise(advice)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel without huge pages
-                raise
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: a kernel without huge pages
+            raise
 
 
 # Weights in host memory: those of every CPU sub-group, from which each layer is copied to the GPU

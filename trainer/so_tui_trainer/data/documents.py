@@ -29,7 +29,6 @@ from so_tui.trust.decoding import read_json
 from so_tui.trust.files import NotOwnError, open_descriptor
 from so_tui.trust.folders import open_named
 from so_tui.units import significant, thousands
-from so_tui_trainer.foreign import unwritable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,20 +130,10 @@ class Documents(NamedTuple):
         if len(self.parts) < 2:
             return members
         source_members = np.split(members, np.searchsorted(members, self.source_starts[1:-1]))
-        self._check_weights(list(map(len, source_members)))
-        return _mixture(source_members, [part.weight for part in self.parts], seed)
-
-    def _check_weights(self, sizes: Sequence[int]) -> None:
-        """Refuse weights that would repeat documents too often.
-
-        Args:
-            sizes: Number of documents of each source.
-
-        Raises:
-            InputError: A weight is too large.
-        """
         per_document = [
-            (part.weight / size, part) for part, size in zip(self.parts, sizes, strict=True) if size
+            (part.weight / len(own), part)
+            for part, own in zip(self.parts, source_members, strict=True)
+            if len(own)
         ]
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
@@ -157,6 +146,7 @@ class Documents(NamedTuple):
                 f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}",
                 'Lower the weight, or use a part of the largest source (split = "train[:10%]").',
             )
+        return _mixture(source_members, [part.weight for part in self.parts], seed)
 
 
 def _mixture(members: Sequence[Int64s], weights: Sequence[float], seed: int) -> Int64s:
@@ -296,57 +286,33 @@ def intact(folder: Path) -> bool:
 
 
 class Writer:
-    """Writes a new entry in the folder ``partial``, until ``publish`` gives it its name."""
+    """Writes a new entry in the folder ``partial``, until ``publish`` gives it its name.
+
+    All methods raise OSError if the folder cannot be written, or its disk is full.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Create a partial entry.
-
-        Raises:
-            InputError: The folder cannot be written.
-        """
+        """Create a partial entry."""
         self._folder = folder
-        try:
-            for path in folder.parent.glob("*.partial-*"):
-                with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
-                    if time.time() - path.stat().st_mtime > _STALE_S:
-                        shutil.rmtree(path, ignore_errors=True)
-            self.partial = Path(
-                tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
-            )
-        except OSError as error:
-            raise unwritable(folder.parent, error) from error
+        for path in folder.parent.glob("*.partial-*"):
+            with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+        self.partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Append to an array.
-
-        Raises:
-            InputError: The disk is full.
-        """
-        try:
-            with (self.partial / f"{name}.bin").open("ab") as file:
-                file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
-        except OSError as error:
-            raise unwritable(self._folder.parent, error) from error
+        """Append to an array."""
+        with (self.partial / f"{name}.bin").open("ab") as file:
+            file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
 
     def take(self, name: str, source: Path) -> None:
-        """Move the content of a raw file to the end of an array.
-
-        Raises:
-            InputError: The disk is full.
-        """
-        try:
-            with (self.partial / f"{name}.bin").open("ab") as file, source.open("rb") as piece:
-                shutil.copyfileobj(piece, file, _BLOCK_BYTES)
-            source.unlink()
-        except OSError as error:
-            raise unwritable(self._folder.parent, error) from error
+        """Move the content of a raw file to the end of an array."""
+        with (self.partial / f"{name}.bin").open("ab") as file, source.open("rb") as piece:
+            shutil.copyfileobj(piece, file, _BLOCK_BYTES)
+        source.unlink()
 
     def publish(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
-        """Name the entry. If another run was faster, its entry stays.
-
-        Raises:
-            InputError: The entry cannot be written.
-        """
+        """Name the entry. If another run was faster, its entry stays."""
         try:
             files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
             (self.partial / "info.json").write_bytes(
@@ -357,9 +323,9 @@ class Writer:
                     self._folder.rename(self.partial / "damaged")
             self.partial.rename(self._folder)
             shutil.rmtree(self._folder / "damaged", ignore_errors=True)
-        except OSError as error:
+        except OSError:
             if not intact(self._folder):
-                raise unwritable(self._folder.parent, error) from error
+                raise
 
 
 def _info(folder: Path) -> _Info:

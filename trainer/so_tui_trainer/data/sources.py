@@ -113,10 +113,16 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         if kind == "parquet":
             _check_parquet(path, name)
         elif kind is not None:
-            with os.fdopen(open_descriptor(path), "rb") as stored, _content(path, stored) as file:
+            content = fsspec.compression.compr[fsspec.utils.infer_compression(str(path))]
+            with (
+                os.fdopen(open_descriptor(path), "rb") as stored,
+                content(stored, mode="rb") as file,
+            ):
                 _check_rows(file, name, is_table=kind == "csv")
                 if file is not stored:
-                    _check_expansion(file, stored, name)
+                    while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
+                        pass
+                    _refuse_expansion(file.tell(), stored.tell(), name)
     except (
         EOFError,
         ValueError,
@@ -124,19 +130,6 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         lzma.LZMAError,
     ):  # cut short, damaged, or its package is missing: the reader says which
         return
-
-
-def _content(path: Path, stored: BinaryIO) -> BinaryIO:
-    """Return what reads the content of a file that may be compressed."""
-    method = fsspec.utils.infer_compression(str(path))
-    return fsspec.compression.compr[method](stored, mode="rb") if method else stored
-
-
-def _check_expansion(file: BinaryIO, stored: BinaryIO, name: str) -> None:
-    """Read on to ``_CHECKED_BYTES``, and refuse what was far smaller in the file."""
-    while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
-        pass
-    _refuse_expansion(file.tell(), stored.tell(), name)
 
 
 def _refuse_expansion(content_bytes: int, stored_bytes: int, name: str) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
-from so_tui_trainer.remote_code import loadable, refuse_without_consent
+from so_tui_trainer.remote_code import explained, loadable
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -63,43 +64,11 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     field: Literal["model.id", "model.tokenizer"] = (
         "model.tokenizer" if model.tokenizer else "model.id"
     )
-    try:
-        with limited(f"the tokenizer of {name}", _files_bytes(name)):
-            tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
-    except (OSError, ValueError) as error:
-        refuse_without_consent(model, error)
-        reason = first_line(error)
-        remedy = (
-            "Check the name and the network, log in with `hf auth login` if it is gated, or "
-            "download it first with `so-tui fetch`."
-        )
-        code = "tokenizer-unreadable"
-        if Path(name).is_dir():
-            code, reason, remedy = (
-                "tokenizer-files-missing",
-                "transformers finds none in that folder",
-                _NO_FILES,
-            )
-        elif name.startswith(("/", ".", "~")):
-            code, reason = "tokenizer-folder-missing", "there is no such folder"
-            remedy = "Name a folder with a tokenizer, or a model on the hub (owner/name)."
-        raise reject(
-            code,
-            field,
-            name,
-            f"no tokenizer ({reason})",
-            remedy,
-        ) from error
-    except InputError:
-        raise
-    except Exception as error:  # a damaged file raises whatever it leads to
-        raise reject(
-            "tokenizer-unreadable",
-            field,
-            name,
-            f"a damaged tokenizer ({first_line(error)})",
-            "Copy or download its files again.",
-        ) from error
+    with (
+        explained(model, partial(_no_tokenizer, name, field)),
+        limited(f"the tokenizer of {name}", _files_bytes(name)),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
     with limited(f"the tokenizer of {name}"):
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
     if not ids:
@@ -112,6 +81,41 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
             _NO_FILES,
         )
     return tokenizer
+
+
+def _no_tokenizer(name: str, field: str, error: Exception) -> InputError:
+    if not isinstance(error, OSError | ValueError):  # a damaged file raises whatever it leads to
+        return reject(
+            "tokenizer-unreadable",
+            field,
+            name,
+            f"a damaged tokenizer ({first_line(error)})",
+            "Copy or download its files again.",
+        )
+    if Path(name).is_dir():
+        return reject(
+            "tokenizer-files-missing",
+            field,
+            name,
+            "no tokenizer (transformers finds none in that folder)",
+            _NO_FILES,
+        )
+    if name.startswith(("/", ".", "~")):
+        return reject(
+            "tokenizer-folder-missing",
+            field,
+            name,
+            "no tokenizer (there is no such folder)",
+            "Name a folder with a tokenizer, or a model on the hub (owner/name).",
+        )
+    return reject(
+        "tokenizer-unreadable",
+        field,
+        name,
+        f"no tokenizer ({first_line(error)})",
+        "Check the name and the network, log in with `hf auth login` if it is gated, or download "
+        "it first with `so-tui fetch`.",
+    )
 
 
 def _files_bytes(name: str) -> int:
@@ -168,9 +172,11 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         cache_dir or cache_home() / "data", cache.fingerprint(sources, tokenizer, spec)
     )
     if not cache.intact(folder):
-        yield from _tokenise(
-            sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder
-        )
+        encoder = Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length)
+        try:
+            yield from _tokenise(sources, encoder, folder)
+        except OSError as error:  # nothing else is written or opened meanwhile
+            raise unwritable(folder.parent, error) from error
     # What the data do to a step, for the plans of later runs. Done once for each data set, as it
     # reads the flags of all tokens.
     known = workload.seen(spec)
@@ -259,10 +265,10 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
     with ExitStack() as stack:
         writer = cache.Writer(folder)
         stack.callback(shutil.rmtree, writer.partial, ignore_errors=True)
-        worker = _Worker(encoder, tuple(sources), writer.partial)
+        work = partial(_tokenised, encoder, tuple(sources), writer.partial)
         position = rows = 0
         writer.append("offsets", np.zeros(1, dtype=np.int64))
-        for done in _run_tasks(worker, tasks, _processes_for(total), stack):
+        for done in _run_tasks(work, tasks, _processes_for(total), stack):
             ends = position + np.cumsum(done.lengths)
             position = int(ends[-1]) if len(ends) else position
             writer.take("tokens", done.stem.with_suffix(".tokens"))
@@ -282,44 +288,35 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings))
 
 
-class _Worker(NamedTuple):
-    """Tokenises tasks, in this process or another one."""
+def _tokenised(encoder: Encoder, sources: tuple[Opened, ...], folder: Path, task: _Task) -> _Done:
+    """Tokenise a task's rows into files of its own, holding one batch of rows in memory.
 
-    encoder: Encoder
-    sources: tuple[Opened, ...]
-    folder: Path
-
-    def work(self, task: _Task) -> _Done:
-        """Tokenise a task's rows into files of its own, holding one batch of rows in memory.
-
-        Raises:
-            InputError: A row cannot be read, or the disk is full.
-        """
-        stem = self.folder / f"{task.source}-{task.first}"
-        lengths, rows, counts = [], [], Counts(0, 0, 0)
-        try:
-            with (
-                stem.with_suffix(".tokens").open("wb") as tokens,
-                stem.with_suffix(".trained").open("wb") as trained,
-            ):
-                for encoded in self.encoder.documents(
-                    self.sources[task.source], task.first, task.last
-                ):
-                    counts += encoded.counts
-                    for ids, flags in encoded.documents:
-                        tokens.write(ids.data)
-                        trained.write(flags.data)
-                        lengths.append(len(ids))
-                        rows.append(encoded.row)
-        except OSError as error:
-            raise unwritable(self.folder.parent, error) from error
-        return _Done(
-            task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts
-        )
+    Raises:
+        InputError: A row cannot be read, or the files cannot be written.
+    """
+    stem = folder / f"{task.source}-{task.first}"
+    lengths, rows, counts = [], [], Counts(0, 0, 0)
+    try:
+        with (
+            stem.with_suffix(".tokens").open("wb") as tokens,
+            stem.with_suffix(".trained").open("wb") as trained,
+        ):
+            for encoded in encoder.documents(sources[task.source], task.first, task.last):
+                counts += encoded.counts
+                for ids, flags in encoded.documents:
+                    tokens.write(ids.data)
+                    trained.write(flags.data)
+                    lengths.append(len(ids))
+                    rows.append(encoded.row)
+    except OSError as error:
+        raise unwritable(folder.parent, error) from error
+    return _Done(
+        task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts
+    )
 
 
 def _run_tasks(
-    worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack
+    work: Callable[[_Task], _Done], tasks: Sequence[_Task], processes: int, stack: ExitStack
 ) -> Iterator[_Done]:
     """Yield the tasks' results in order; ``stack`` ends the processes.
 
@@ -327,14 +324,14 @@ def _run_tasks(
         InputError: A row cannot be read.
     """
     if processes == 1:
-        yield from map(worker.work, tasks)
+        yield from map(work, tasks)
         return
     # Spawned, not forked: this process may have threads and a CUDA context.
     pool = ProcessPoolExecutor(
         processes,
         mp_context=get_context("spawn"),
         initializer=_start,
-        initargs=(worker, step_limits.row_seconds()),
+        initargs=(work, step_limits.row_seconds()),
     )
     stack.callback(pool.shutdown, cancel_futures=True)
     done = 0
@@ -346,24 +343,23 @@ def _run_tasks(
         if not step_limits.row_seconds():
             raise
         # The row that takes too long ends this process, too, which can name it.
-        yield from map(worker.work, tasks[done:])
+        yield from map(work, tasks[done:])
 
 
-_process_state: dict[str, Any] = {}
-"""The worker of this process, if it belongs to a pool."""
+_process_state: dict[str, Callable[[_Task], _Done]] = {}
+"""What tokenises a task in this process, if it belongs to a pool."""
 
 
-def _start(worker: _Worker, row_s: float) -> None:
+def _start(work: Callable[[_Task], _Done], row_s: float) -> None:
     """Initialise a process of the pool."""
     die_with_parent()
     step_limits.begin_further(row_s)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _process_state["worker"] = worker
+    _process_state["work"] = work
 
 
 def _work(task: _Task) -> _Done:
-    result: _Done = _process_state["worker"].work(task)
-    return result
+    return _process_state["work"](task)
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
 from so_tui_trainer.hub import model_problem
-from so_tui_trainer.remote_code import loadable, refuse_without_consent, without_hub_kernels
+from so_tui_trainer.remote_code import explained, loadable, without_hub_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +75,14 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
     Raises:
         InputError: It cannot be loaded, or its positions cannot be scaled.
     """
-    config = _given_config(model)
+    with explained(model, partial(_unreadable, model)):
+        if model.weights == "random":
+            _refuse_deep(model.config, model)
+            config = config_of(model.config)
+        else:
+            config = language_part(stored_config(model))
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
     if model.rope_scaling != "model":
         _scale_rope(config, model)
     return config
@@ -146,43 +154,36 @@ def stored_config(model: ModelSpec) -> PretrainedConfig:
     return without_hub_kernels(result)
 
 
-def _given_config(model: ModelSpec) -> PretrainedConfig:
-    try:
-        if model.weights == "random":
-            _refuse_deep(model.config, model)
-            return config_of(model.config)
-        found = language_part(stored_config(model))
-        if hasattr(found, "quantization_config"):
-            del found.quantization_config
-        return found
-    except KeyError as error:
-        raise reject(
+def _unreadable(model: ModelSpec, error: Exception) -> InputError:
+    if isinstance(error, KeyError):
+        return reject(
             "model-config-incomplete",
             "model.config",
             "",
             f"lacks {error}",
             "Give the model's `config.json` as `[model.config]`, with `model_type`.",
-        ) from error
-    except InputError:
-        raise
-    except Exception as error:  # a damaged config.json raises whatever it leads to
-        refuse_without_consent(model, error)
-        message = f"cannot be read ({first_line(error)})"
-        if model.weights == "random":
-            raise reject(
-                "model-config-unreadable",
-                "model.config",
-                str(model.config.get("model_type", "")),
-                message,
-                "Correct it: it is to be a `config.json` of this kind of model.",
-            ) from error
-        raise model_problem(
+        )
+    if model.weights == "random":
+        return reject(
             "model-config-unreadable",
-            model,
-            message,
-            "Check the name and the network, log in with `hf auth login` if it is gated, "
-            "or download it first with `so-tui fetch`.",
-        ) from error
+            "model.config",
+            str(model.config.get("model_type", "")),
+            f"cannot be read ({first_line(error)})",
+            "Correct it: it is to be a `config.json` of this kind of model.",
+        )
+    return unreadable("model.id", model.id, error)
+
+
+def unreadable(field: str, source: str, error: Exception) -> InputError:
+    """Return the problem of a source whose configuration cannot be read; ``field`` names it."""
+    return reject(
+        "model-config-unreadable",
+        field,
+        source,
+        f"cannot be read ({first_line(error)})",
+        "Check the name and the network, log in with `hf auth login` if it is gated, or download "
+        "it first with `so-tui fetch`.",
+    )
 
 
 def language_part(config: PretrainedConfig) -> PretrainedConfig:

@@ -73,7 +73,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     routing = _Routing(*save_or_reuse("product", lambda: _route(chosen, len(weights.first))))
     rows = apply(_Moved, hidden, routing, True)
     products = apply(_Product, rows, weights.first, routing.ends, weights.inputs_first)
-    narrow = apply(_Gated, products, shares, weights.first_bias, routing, gate)
+    narrow = _gated(products, shares, weights.first_bias, routing, gate)
     shared_bias = None
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
@@ -133,13 +133,9 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(rows: Tensor, routing: _Routing, to_experts: bool) -> Tensor:
-    if not to_experts:
-        return _sums(rows, routing.row_of_pair)
-    return rows.index_select(0, routing.order // routing.row_of_pair.shape[1])
-
-
-def _sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
-    """Sum rows [pairs, columns] to [tokens, columns]."""
+    row_of_pair = routing.row_of_pair
+    if to_experts:
+        return rows.index_select(0, routing.order // row_of_pair.shape[1])
     if rows.is_cuda:
         from so_tui_trainer.model import triton_experts
 
@@ -174,12 +170,33 @@ class _Product(torch.autograd.Function):
         return of_rows, grouped_mm(left.t(), right, offs=ends), None, None
 
 
-class _Gated(torch.autograd.Function):
-    """The gate and the routing weights.
+def _gated(
+    products: Tensor, shares: Tensor, bias: Tensor | None, routing: _Routing, gate: Gate
+) -> Tensor:
+    """Apply the gate and the routing weights.
 
-    It takes products [pairs, 2 width] in the order of the experts, without bias, shares [tokens, k]
-    and the bias [experts, 2 width], or None. It returns [pairs, width].
+    Args:
+        products: [pairs, 2 width] in the order of the experts, without bias.
+        shares: [tokens, k]
+        bias: [experts, 2 width], or None.
+        routing: Which pair and which expert a row belongs to.
+        gate: The activation.
+
+    Returns:
+        [pairs, width]
     """
+    if products.is_cuda:
+        return apply(_Gated, products, shares, bias, routing, gate)
+    both = products if bias is None else products + bias[_experts(routing)]
+    gates, ups = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, -1)
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    share = shares.flatten()[routing.order][:, None]
+    activated = gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share
+    return activated.to(products.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    """``_gated`` on the GPU."""
 
     @staticmethod
     def forward(
@@ -190,36 +207,20 @@ class _Gated(torch.autograd.Function):
         routing: _Routing,
         gate: Gate,
     ) -> Tensor:
+        from so_tui_trainer.model import triton_experts
+
         ctx.save_for_backward(products, shares, bias)
         ctx.routing, ctx.gate = routing, gate
-        if products.is_cuda:
-            from so_tui_trainer.model import triton_experts
-
-            return triton_experts.gated(
-                products, shares, routing.order, *_bias(bias, routing), gate
-            )
-        gates, ups = _limited(
-            _halves(products if bias is None else products + bias[_experts(routing)], gate), gate
-        )
-        share = shares.flatten()[routing.order][:, None]
-        return (gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share).to(
-            products.dtype
-        )
+        return triton_experts.gated(products, shares, routing.order, *_bias(bias, routing), gate)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        (gradient,) = gradients
-        products, shares, bias = ctx.saved_tensors
-        if products.is_cuda:
-            from so_tui_trainer.model import triton_experts
+        from so_tui_trainer.model import triton_experts
 
-            of_products, of_shares = triton_experts.gated_backward(
-                gradient, products, shares, ctx.routing.order, *_bias(bias, ctx.routing), ctx.gate
-            )
-        else:
-            of_products, of_shares = _gated_backward(
-                gradient, products, shares, bias, ctx.routing, ctx.gate
-            )
+        products, shares, bias = ctx.saved_tensors
+        of_products, of_shares = triton_experts.gated_backward(
+            gradients[0], products, shares, ctx.routing.order, *_bias(bias, ctx.routing), ctx.gate
+        )
         of_bias = None
         if bias is not None:
             # The sum over each expert's rows, [experts, columns], as a product with ones: adding up
@@ -229,36 +230,6 @@ class _Gated(torch.autograd.Function):
         return of_products, of_shares, of_bias, None, None
 
 
-def _gated_backward(
-    gradient: Tensor,
-    products: Tensor,
-    shares: Tensor,
-    bias: Tensor | None,
-    routing: _Routing,
-    gate: Gate,
-) -> tuple[Tensor, Tensor]:
-    own = _halves(products if bias is None else products + bias[_experts(routing)], gate)
-    gates, ups = _limited(own, gate)
-    share = shares.flatten()[routing.order][:, None]
-    sigmoid = (gates * gate.alpha).sigmoid()
-    activated, shifted = gates * sigmoid, ups + gate.shift
-    of_shares = torch.empty_like(shares).flatten()
-    of_shares[routing.order] = (gradient * activated * shifted).sum(-1, dtype=shares.dtype)
-    of_gates = (
-        gradient
-        * share
-        * shifted
-        * sigmoid
-        * (1 + gate.alpha * gates * (1 - sigmoid))
-        * (own[0] <= gate.limit)
-    )
-    of_ups = gradient * share * activated * (own[1].abs() <= gate.limit)
-    of_products = torch.empty_like(products)
-    for part, found in zip(_halves(of_products, gate), (of_gates, of_ups), strict=True):
-        part.copy_(found)
-    return of_products, of_shares.view_as(shares)
-
-
 def _experts(routing: _Routing) -> Tensor:
     """Return the expert of each row, [pairs]."""
     return torch.searchsorted(
@@ -266,15 +237,6 @@ def _experts(routing: _Routing) -> Tensor:
         torch.arange(len(routing.order), device=routing.ends.device, dtype=torch.int32),
         right=True,
     )
-
-
-def _limited(halves: tuple[Tensor, ...], gate: Gate) -> tuple[Tensor, Tensor]:
-    gates, ups = halves
-    return gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-
-
-def _halves(products: Tensor, gate: Gate) -> tuple[Tensor, ...]:
-    return (products[:, ::2], products[:, 1::2]) if gate.interleaved else products.chunk(2, -1)
 
 
 def _bias(bias: Tensor | None, routing: _Routing) -> tuple[Tensor | None, Tensor | None]:

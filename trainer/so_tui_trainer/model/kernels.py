@@ -13,7 +13,8 @@ from torch import Tensor
 
 from so_tui_trainer.model import Gradients, apply
 
-# Gated activation, with its backward pass. Without a GPU, plain formulas compute it.
+# Gated activation and rotation, with their backward passes. Without a GPU, plain formulas compute
+# them, which autograd differentiates.
 
 
 class Gate(NamedTuple):
@@ -38,29 +39,22 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         [..., columns], contiguous
     """
-    return apply(_Gated, gate, up)
+    return apply(_Gated, gate, up) if gate.is_cuda else torch.nn.functional.silu(gate) * up
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        if gate.is_cuda:
-            from so_tui_trainer.model import triton
+        from so_tui_trainer.model import triton
 
-            return triton.gated(gate, up)
-        return torch.nn.functional.silu(gate) * up
+        ctx.save_for_backward(gate, up)
+        return triton.gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        (gradient,) = gradients
-        gate, up = ctx.saved_tensors
-        if gate.is_cuda:
-            from so_tui_trainer.model import triton
+        from so_tui_trainer.model import triton
 
-            return triton.gated_backward(gradient, gate, up)
-        sigmoid = gate.sigmoid()
-        return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid
+        return triton.gated_backward(gradients[0], *ctx.saved_tensors)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,41 +72,32 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it
         writes and the attention after it reads.
     """
-    return apply(_Rotated, heads, cos, sin)
-
-
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(heads, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        (gradient,) = gradients
-        cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, sin, -1), None, None
-
-
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate, or with ``direction`` -1 apply the transposed rotation: (g1 cos1 + g2 sin2, g2 cos2 -
-    g1 sin1).
-    """
     if heads.is_cuda:
-        from so_tui_trainer.model import triton
-
-        return triton.turn(heads, cos, sin, direction)
+        return apply(_Rotated, heads, cos, sin)
     cos, sin = cos[:, None], sin[:, None]
     first, second = heads.chunk(2, dim=-1)
     (cos1, cos2), (sin1, sin2) = (
         (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1)
         for angles in (cos, sin)
     )
-    if direction > 0:
-        turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
-    else:
-        turned = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)
+    turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
     return turned.to(heads.dtype)  # Some models (OLMo 2) have the cosines in fp32.
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from so_tui_trainer.model import triton
+
+        ctx.save_for_backward(cos, sin)
+        return triton.turn(heads, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        from so_tui_trainer.model import triton
+
+        cos, sin = ctx.saved_tensors
+        return triton.turn(gradients[0], cos, sin, -1), None, None
 
 
 # Reductions of a block of logits for cross-entropy, each in one pass over memory; plain formulas
@@ -132,9 +117,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
         from so_tui_trainer.model import triton
 
         return triton.log_sum_exp(logits)
-    wide = logits.to(torch.float32, copy=True)
-    highest = wide.amax(-1)
-    return highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()
+    return logits.float().logsumexp(-1)
 
 
 def cross_entropy_gradient(

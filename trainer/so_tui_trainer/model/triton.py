@@ -41,7 +41,9 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Compute ``rotary._turn`` on the GPU."""
+    """Compute ``kernels.rotate`` on the GPU, or with ``direction`` -1 the transposed rotation: (g1
+    cos1 + g2 sin2, g2 cos2 - g1 sin1).
+    """
     rows, count, width, size = heads.shape
     result = heads.new_empty(rows, width, count, size).transpose(1, 2)
     if heads.stride(-1) != 1:

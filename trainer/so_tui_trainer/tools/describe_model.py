@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kin
 from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
-from so_tui_trainer.remote_code import code_of, refuse_without_consent
+from so_tui_trainer.remote_code import code_of, explained
 from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -51,7 +52,6 @@ def _unreadable(model: ModelSpec, error: Exception) -> InputError:
     """Explain why transformers cannot load a config. Its errors share types, so their texts are
     matched here.
     """
-    refuse_without_consent(model, error)
     text = str(error)
     if any(type(cause).__name__ == "GatedRepoError" for cause in causes(error)):
         return model_problem(
@@ -365,13 +365,8 @@ def describe(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.model.config import language_part, stored_config
     from so_tui_trainer.model.weights import meta_model
 
-    try:
-        with limited(f"the config.json of {asked.id}"):
-            whole = stored_config(asked)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged config.json raises whatever it leads to
-        raise _unreadable(asked, error) from error
+    with explained(asked, partial(_unreadable, asked)), limited(f"the config.json of {asked.id}"):
+        whole = stored_config(asked)
     config = language_part(whole)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
@@ -383,16 +378,19 @@ def describe(request: Answer) -> Iterator[Answer]:
     for key in QUANTISED:
         if getattr(config, key, None) is not None:
             delattr(config, key)
-    try:
-        with limited(f"the shape of {asked.id}", _SHAPE_BYTES):
-            causal = meta_model(config)
-    except Exception as error:  # so does a shape that its code does not expect
-        raise model_problem(
-            "model-shape-invalid",
+    with (
+        explained(
             asked,
-            f"its shape cannot be built: {_reason(error)}",
-            "Check its config.json. Some models need other packages, or a newer transformers.",
-        ) from error
+            lambda error: model_problem(
+                "model-shape-invalid",
+                asked,
+                f"its shape cannot be built: {_reason(error)}",
+                "Check its config.json. Some models need other packages, or a newer transformers.",
+            ),
+        ),
+        limited(f"the shape of {asked.id}", _SHAPE_BYTES),
+    ):
+        causal = meta_model(config)
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise model_problem(
             "model-head-missing",
