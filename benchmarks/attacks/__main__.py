@@ -1,7 +1,8 @@
 """``python -m benchmarks.attacks``: attack real commands as another user of this machine, and with
 hostile models, data and faults, and tell which attacks succeed.
 
-The numbers are those of our own list of findings, those with an n of what was tried later; races are tried several times.
+The numbers are those of our own list of findings, and with an n of what was tried later; races are
+tried several times.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.foreign import _SECRET, _private
 from benchmarks.attacks.limits import bounded
 from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import PROJECT, Stage
+from benchmarks.attacks.stage import Stage
 
 _COMMAND_S = 120.0
 _WORDS = "the-owners-private-words"
@@ -71,9 +71,7 @@ def _(stage: Stage) -> Verdict:
     private = _private(stage, "vocab.json", json.dumps(vocabulary))
     merges = _private(stage, "merges.txt", "#version: 0.2\n")
     given = {"vocab_file": str(private), "merges_file": str(merges)}
-    folder = _naming(
-        stage, stage.scratch / "tokenizer", tokenizer_class="GPT2Tokenizer", **given
-    )
+    folder = _naming(stage, stage.scratch / "tokenizer", tokenizer_class="GPT2Tokenizer", **given)
     (folder / "tokenizer.json").unlink()
     return _exports(stage, folder)
 
@@ -144,10 +142,16 @@ def _(stage: Stage) -> Verdict:
 def _(stage: Stage) -> Verdict:
     folder = stage.scratch / "data"
     rows = (
-        '{"text": NaN}', '{"text": 1e999}', '{"text": ' + "9" * 5000 + "}",
-        '{"text": "a", "text": "b"}', '{"text": "\\ud800"}', '{"text": "x\\u0000y"}',
+        '{"text": NaN}',
+        '{"text": 1e999}',
+        '{"text": ' + "9" * 5000 + "}",
+        '{"text": "a", "text": "b"}',
+        '{"text": "\\ud800"}',
+        '{"text": "x\\u0000y"}',
         '{"messages": [{"role": "user", "role": "assistant", "content": {"a": 1}}]}',
-        '{"messages": {"0": 1}}', '{"text": ["a", {"b": null}]}', '{"conversations": 7}',
+        '{"messages": {"0": 1}}',
+        '{"text": ["a", {"b": null}]}',
+        '{"conversations": 7}',
     )
     bad = []
     for number, row in enumerate(rows):
@@ -206,7 +210,9 @@ def _(stage: Stage) -> Verdict:
     (refs / "main").write_text(os.path.relpath(stage.owner.home, snapshot.parent))
     again = stage.so_tui("data", "tiny", "--set", "model.tokenizer=people/own", HF_HOME=str(home))
     again.end(_COMMAND_S)
-    return judged(found, f"the private text is in {found}", f"{last_line(victim)}; {last_line(again)}")
+    return judged(
+        found, f"the private text is in {found}", f"{last_line(victim)}; {last_line(again)}"
+    )
 
 
 def _sysroot(stage: Stage, files: dict[str, str]) -> Path:
@@ -240,9 +246,17 @@ def _(stage: Stage) -> Verdict:
 @attack("n10b", "inspect --sysroot: pipes and links to themselves in place of files")
 def _(stage: Stage) -> Verdict:
     names = (
-        "sys/devices/system/cpu/online", "sys/devices/system/node/online", "proc/meminfo",
-        "proc/cpuinfo", "sys/devices/system/node/node0/cpulist", "proc/self/status",
-        "proc/self/cgroup", "proc/mounts", "proc/self/mountinfo", "proc/stat", "proc/version",
+        "sys/devices/system/cpu/online",
+        "sys/devices/system/node/online",
+        "proc/meminfo",
+        "proc/cpuinfo",
+        "sys/devices/system/node/node0/cpulist",
+        "proc/self/status",
+        "proc/self/cgroup",
+        "proc/mounts",
+        "proc/self/mountinfo",
+        "proc/stat",
+        "proc/version",
     )
     root = _sysroot(stage, dict.fromkeys(names, ""))
     for name in names:
@@ -330,16 +344,27 @@ def _(stage: Stage) -> Verdict:
     bad = []
     for number, config in enumerate(
         (
-            {"hidden_size": 10**15}, {"vocab_size": 10**18}, {"num_attention_heads": 10**9},
-            {"num_hidden_layers": 999, "num_experts": 10**6}, {"hidden_size": -1},
-            {"hidden_size": 0}, {"num_attention_heads": 0}, {"rope_theta": 1e308},
-            {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, {"head_dim": 10**9},
-            {"layer_types": ["x" * 1000] * 100_000}, {"torch_dtype": "os.system"},
-            {"dtype": "__class__"}, {"hidden_act": "../../x"}, {"vocab_size": "9" * 5000},
+            {"hidden_size": 10**15},
+            {"vocab_size": 10**18},
+            {"num_attention_heads": 10**9},
+            {"num_hidden_layers": 999, "num_experts": 10**6},
+            {"hidden_size": -1},
+            {"hidden_size": 0},
+            {"num_attention_heads": 0},
+            {"rope_theta": 1e308},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}},
+            {"head_dim": 10**9},
+            {"layer_types": ["x" * 1000] * 100_000},
+            {"torch_dtype": "os.system"},
+            {"dtype": "__class__"},
+            {"hidden_act": "../../x"},
+            {"vocab_size": "9" * 5000},
             {"quantization_config": {"quant_method": "mxfp4"}},
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
-            {"max_position_embeddings": 10**18}, {"intermediate_size": 10**14},
-            {"id2label": {str(n): "x" for n in range(300_000)}}, {"num_labels": 10**8},
+            {"max_position_embeddings": 10**18},
+            {"intermediate_size": 10**14},
+            {"id2label": {str(n): "x" for n in range(300_000)}},
+            {"num_labels": 10**8},
         )
     ):
         model = stage.model(stage.scratch / f"m{number}", stage.other, **config)
@@ -353,8 +378,17 @@ def _(stage: Stage) -> Verdict:
 
 
 _ODD = (
-    '{"v": 1, "v": 2}', "NaN", "[" * 100_000, "{" + '"a":{' * 50_000, "9" * 5000, '"\\ud800"',
-    "null", "[]", "{}", "\x00" * 100, "\ufeff{}",
+    '{"v": 1, "v": 2}',
+    "NaN",
+    "[" * 100_000,
+    "{" + '"a":{' * 50_000,
+    "9" * 5000,
+    '"\\ud800"',
+    "null",
+    "[]",
+    "{}",
+    "\x00" * 100,
+    "\ufeff{}",
 )
 
 

@@ -1,4 +1,4 @@
-"""Attacks n1 to n5: names that mean something of another user's, and consents that are stretched."""
+"""Attacks n1 to n5: names that mean something of another user's, and consents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.code import _looked, _own_preset
 from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import PROJECT, Command, Stage
+from benchmarks.attacks.stage import Command, Stage
 
 _COMMAND_S = 120.0
 _MISSING = ("kernels", "peft", "flash_attn", "apex", "bitsandbytes", "PIL", "soundfile", "av")
@@ -177,7 +177,7 @@ def _(stage: Stage) -> Verdict:
     preset = stage.preset(
         stage.owner.home / "p.toml", stage.owner, data={"source": "people/rows", "format": "text"}
     )
-    victim, said = _from(stage, stage.scratch, "data", str(preset))
+    _, said = _from(stage, stage.scratch, "data", str(preset))
     named = str(place) in said or "folder" in said
     return judged(
         "row of the attacker" in said and not named, "its row is shown without a word", said[-200:]
@@ -295,7 +295,6 @@ def _(stage: Stage) -> Verdict:
                     continue
                 status = path.stat()
                 if status.st_uid == stage.owner.uid and status.st_mode & 0o002:
-                    reachable = os.access  # judged as the other user below
                     found.append(path)
     done = stage.other.python(
         "import os,sys; print([p for p in sys.argv[1:] if os.access(p, os.W_OK)])",

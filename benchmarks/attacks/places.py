@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.code import _looked, _own_preset
@@ -194,7 +195,9 @@ def _(stage: Stage) -> Verdict:
     victim = stage.so_tui("stop", str(mine), "--grace", "3", PATH=path)
     victim.end(60)
     said = record.read_text() if record.exists() else ""
-    return judged("scancel" in said, f"{said.splitlines()[-1:]}", f"{said[-200:]} {last_line(victim)}")
+    return judged(
+        "scancel" in said, f"{said.splitlines()[-1:]}", f"{said[-200:]} {last_line(victim)}"
+    )
 
 
 def _planted(
@@ -204,7 +207,11 @@ def _planted(
     before = text
     victim = stage.so_tui(*command, folder=folder)
     said = victim.end(_COMMAND_S)
-    after = target.read_text(errors="replace") if target.is_file() else sorted(os.listdir(target))
+    after = (
+        target.read_text(errors="replace")
+        if target.is_file()
+        else sorted(each.name for each in target.iterdir())
+    )
     wanted = before if target.is_file() else []
     return judged(
         after != wanted, f"the owner's {target.name} now has {str(after)[:80]}", said[-150:]
@@ -227,9 +234,7 @@ def _(stage: Stage) -> Verdict:
     stage.run_of(stage.owner, stage.owner.home / "mine")
     (shared / "mine.csv").symlink_to(target)
     os.chown(shared / "mine.csv", stage.other.uid, PROJECT, follow_symlinks=False)
-    return _planted(
-        stage, target, "export-metrics", str(stage.owner.home / "mine"), folder=shared
-    )
+    return _planted(stage, target, "export-metrics", str(stage.owner.home / "mine"), folder=shared)
 
 
 def _writes_folder(number: str, title: str, *command: str) -> None:
@@ -247,15 +252,21 @@ def _writes_folder(number: str, title: str, *command: str) -> None:
 
 _writes_folder("n16c", "export --to DIR", "export", "{run}", "--to", "{out}")
 _writes_folder("n16d", "convert --to DIR", "convert", "{run}", "--to", "{out}")
+_writes_folder("n16e", "validate --out DIR", "validate", "--minutes", "1", "--out", "{out}")
 _writes_folder(
-    "n16e", "validate --out DIR", "validate", "--minutes", "1", "--out", "{out}"
+    "n16f",
+    "checkpoint.folder",
+    "run",
+    "tiny",
+    "--plain",
+    "--set",
+    "train.steps=1",
+    "--set",
+    "checkpoint.folder={out}",
 )
 _writes_folder(
-    "n16f", "checkpoint.folder", "run", "tiny", "--plain", "--set", "train.steps=1",
-    "--set", "checkpoint.folder={out}",
+    "n16g", "--runs-dir", "run", "tiny", "--plain", "--set", "train.steps=1", "--runs-dir", "{out}"
 )
-_writes_folder("n16g", "--runs-dir", "run", "tiny", "--plain", "--set", "train.steps=1",
-               "--runs-dir", "{out}")
 
 
 _SWAP = """
@@ -294,9 +305,11 @@ def _(stage: Stage) -> Verdict:
     )
     victim = stage.so_tui("export", str(run), "--to", str(shared / "out"))
     said = victim.end(_COMMAND_S)
-    found = sorted(os.listdir(target))
+    found = sorted(each.name for each in target.iterdir())
     moved = attacker.text + attacker2.text
-    return judged(found, f"written into the owner's folder: {found}", f"{moved[-150:]} {said[-150:]}")
+    return judged(
+        found, f"written into the owner's folder: {found}", f"{moved[-150:]} {said[-150:]}"
+    )
 
 
 _DELETE = """
@@ -351,7 +364,9 @@ def _(stage: Stage) -> Verdict:
         attacker.process.kill()
         attacker.process.wait()
         attempts += 1
-        left = {path.name: sorted(each.name for each in path.glob("who-*")) for path in runs.iterdir()}
+        left = {
+            path.name: sorted(each.name for each in path.glob("who-*")) for path in runs.iterdir()
+        }
         files = sum(1 for path in runs.rglob("*"))
         whole = {path.name: len(list(path.rglob("*"))) for path in runs.iterdir()}
         if len(set(whole.values())) > 1 or len(whole) not in (1, 2):
@@ -360,14 +375,14 @@ def _(stage: Stage) -> Verdict:
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     def _any(self) -> None:
         self.seen.append(f"{self.command} {self.path} {dict(self.headers)}")
         self.send_response(404)
         self.end_headers()
 
-    do_GET = do_HEAD = do_POST = _any
+    do_GET = do_HEAD = do_POST = _any  # noqa: N815 - the names that the server calls
 
     def log_message(self, *_: object) -> None:
         pass
@@ -382,10 +397,14 @@ def _(stage: Stage) -> Verdict:
     private = _private(stage, "private.jsonl", json.dumps({"text": "private words"}) + "\n")
     said = ""
     addresses = (
-        f"http://127.0.0.1:{port}/rows.jsonl", f"hf://datasets/x/y@http://127.0.0.1:{port}",
-        f"simplecache::http://127.0.0.1:{port}/rows.jsonl", f"file://{private}",
-        f"local://{private}", f"zip://rows.jsonl::http://127.0.0.1:{port}/a.zip",
-        f"reference://::http://127.0.0.1:{port}/a.json", f"//127.0.0.1:{port}/a",
+        f"http://127.0.0.1:{port}/rows.jsonl",
+        f"hf://datasets/x/y@http://127.0.0.1:{port}",
+        f"simplecache::http://127.0.0.1:{port}/rows.jsonl",
+        f"file://{private}",
+        f"local://{private}",
+        f"zip://rows.jsonl::http://127.0.0.1:{port}/a.zip",
+        f"reference://::http://127.0.0.1:{port}/a.json",
+        f"//127.0.0.1:{port}/a",
     )
     where = {"HF_TOKEN": "hf_secretsecret", "HF_HUB_OFFLINE": "0"}
     for number, address in enumerate(addresses):
@@ -396,7 +415,8 @@ def _(stage: Stage) -> Verdict:
     server.shutdown()
     bad = [line for line in _Server.seen if "hf_secret" in line]
     return judged(
-        bad or _Server.seen, f"{len(bad)} with the token; {_Server.seen[:2]}",
+        bad or _Server.seen,
+        f"{len(bad)} with the token; {_Server.seen[:2]}",
         f"nothing was asked; {said[-100:]}",
     )
 
@@ -406,14 +426,17 @@ def _(stage: Stage) -> Verdict:
     model = stage.exported(stage.scratch / "model", stage.other)
     weights = next(model.glob("*.safetensors"))
     attacker = stage.begin(
-        stage.other, stage.other.interpreter, "-c",
+        stage.other,
+        stage.other.interpreter,
+        "-c",
         "import os,sys,time\nwhile True:\n"
         " for p in os.listdir('/proc'):\n"
         "  pass\n"
         " for p in sys.argv[1:]:\n"
         "  s = os.stat(p)\n"
         "  if s.st_atime_ns > s.st_mtime_ns + 10**9: pass\n"
-        " time.sleep(0.2)\n", str(weights),
+        " time.sleep(0.2)\n",
+        str(weights),
     )
     victim = stage.so_tui("generate", str(model), "--prompt", "hello")
 
@@ -454,7 +477,7 @@ def _(stage: Stage) -> Verdict:
             tree = json.loads(data[8 : 8 + size])
             for each in tree.values():
                 if "shape" in each:
-                    each["shape"] = [1 << 40] + each["shape"][1:]
+                    each["shape"] = [1 << 40, *each["shape"][1:]]
             head = json.dumps(tree).encode()
             weights.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
         stage.published(model, stage.other)
@@ -471,14 +494,24 @@ def _(stage: Stage) -> Verdict:
     bad = []
     for number, changes in enumerate(
         (
-            {"num_beams": 100_000}, {"num_return_sequences": 100_000, "do_sample": True},
-            {"max_new_tokens": 10**12}, {"min_length": 10**9}, {"penalty_alpha": 0.6, "top_k": 9},
-            {"assistant_early_exit": 2}, {"cache_implementation": "quantized"},
-            {"stop_strings": ["a" * 10_000] * 1000}, {"bad_words_ids": [[1] * 1000] * 10_000},
-            {"suppress_tokens": [10**9]}, {"prompt_lookup_num_tokens": 10**9},
-            {"compile_config": {"backend": "inductor"}}, {"eos_token_id": [-1]},
-            {"sequence_bias": [[[1], 1e308]]}, {"constraints": ["x"]}, {"guidance_scale": 1e9},
-            {"custom_generate": str(stage.scratch)}, {"cache_implementation": "static"},
+            {"num_beams": 100_000},
+            {"num_return_sequences": 100_000, "do_sample": True},
+            {"max_new_tokens": 10**12},
+            {"min_length": 10**9},
+            {"penalty_alpha": 0.6, "top_k": 9},
+            {"assistant_early_exit": 2},
+            {"cache_implementation": "quantized"},
+            {"stop_strings": ["a" * 10_000] * 1000},
+            {"bad_words_ids": [[1] * 1000] * 10_000},
+            {"suppress_tokens": [10**9]},
+            {"prompt_lookup_num_tokens": 10**9},
+            {"compile_config": {"backend": "inductor"}},
+            {"eos_token_id": [-1]},
+            {"sequence_bias": [[[1], 1e308]]},
+            {"constraints": ["x"]},
+            {"guidance_scale": 1e9},
+            {"custom_generate": str(stage.scratch)},
+            {"cache_implementation": "static"},
         )
     ):
         model = stage.exported(stage.scratch / f"model{number}", stage.other)
@@ -514,8 +547,17 @@ def _(stage: Stage) -> Verdict:
     run = stage.run_of(stage.other, stage.scratch / "run")
     log = next(run.glob("attempts/001/output.*"))
     with log.open("ab") as file:
-        for lead in (b"\x9b2J", b"\xc2\x9b2J", b"\x1bP$q", b"\x1b]52;c;aGk=\x07", b"\xe2\x80",
-                     b"\xae\xe2\x80\xae", b"\xf3\xa0\x81\x81", b"\x00\x08\x7f", b"\r\x1b[1A"):
+        for lead in (
+            b"\x9b2J",
+            b"\xc2\x9b2J",
+            b"\x1bP$q",
+            b"\x1b]52;c;aGk=\x07",
+            b"\xe2\x80",
+            b"\xae\xe2\x80\xae",
+            b"\xf3\xa0\x81\x81",
+            b"\x00\x08\x7f",
+            b"\r\x1b[1A",
+        ):
             file.write(lead + b" words\n")
     stage.published(run, stage.other)
     said = b""
@@ -523,8 +565,20 @@ def _(stage: Stage) -> Verdict:
         victim = stage.so_tui(*command)
         victim.end(30)
         said += victim.output.read_bytes()
-    raw = [byte for byte in (b"\x1b", b"\x9b", b"\xc2\x9b", b"\xe2\x80\xae", b"\x00", b"\x7f", b"\r",
-                             b"\xf3\xa0\x81\x81") if byte in said]
+    raw = [
+        byte
+        for byte in (
+            b"\x1b",
+            b"\x9b",
+            b"\xc2\x9b",
+            b"\xe2\x80\xae",
+            b"\x00",
+            b"\x7f",
+            b"\r",
+            b"\xf3\xa0\x81\x81",
+        )
+        if byte in said
+    ]
     if b"words" not in said:
         raise RuntimeError("the log was not shown")
     return judged(raw, f"{raw} reached the terminal", "all is spelled out")

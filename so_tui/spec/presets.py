@@ -18,6 +18,7 @@ Problem codes:
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -345,9 +346,20 @@ def resolve_source(text: str) -> str:
     """Return the path of a ``builtin:`` name; any other text unchanged.
 
     Raises:
-        InputError: If there is no such built-in.
+        InputError: There is no such built-in (``unknown-builtin``), or another user has made a
+            folder here that has the name (``name-of-a-folder``).
     """
     if not text.startswith(BUILTIN):
+        folder = Path(text)
+        may_be_of_hub = not text.startswith(("/", ".", "~")) and text.count("/") < 2
+        if may_be_of_hub and is_folder(folder) and folder.lstat().st_uid not in (os.geteuid(), 0):
+            raise reject(
+                "name-of-a-folder",
+                "source",
+                shown(text),
+                f"is a folder of another user in {Path.cwd()}, and may be a name on the hub",
+                f"Write ./{text} for the folder, or start so-tui in another one for the hub.",
+            )
         return text
     folder = builtin_folder()
     path = (folder / text.removeprefix(BUILTIN)).resolve()

@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from so_tui.folders import builtin_folder
+from so_tui.runs.export import export_rows
 from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of
 from tests.support.models import causal_model
+from tests.support.problems import rejected
 from tests.support.users import SharedMachine
 from tests.support.waiting import LIMIT_S
 
@@ -148,3 +150,22 @@ def test_a_shared_hub_cache_is_used_but_not_its_links_elsewhere(
     template.unlink()
     template.symlink_to(private_file(machine))
     assert loaded(machine, model, HF_HOME=str(cache)) == f"file-not-of-folder {template}"
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_metrics_are_private_and_follow_no_planted_link(tmp_path: Path, ending: str) -> None:
+    """In a project's folder others can make what is to be the file while it is written."""
+    precious, table = tmp_path / "precious", tmp_path / f"table{ending}"
+    precious.write_text("precious")
+    planted = tmp_path / f".{table.name}.{os.getpid()}.tmp"
+    planted.symlink_to(precious)
+    with rejected("file-exists"):
+        export_rows(table, ("step",), [(1,)])
+    assert precious.read_text() == "precious"
+    planted.unlink(missing_ok=True)
+    umask = os.umask(0)
+    try:
+        assert export_rows(table, ("step",), [(1,)]) == 1
+    finally:
+        os.umask(umask)
+    assert table.stat().st_mode & 0o777 == 0o600
