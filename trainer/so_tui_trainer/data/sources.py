@@ -797,7 +797,9 @@ def _open(source: DataSource) -> Opened:
 
 def _leave_encoded(feature: Any) -> None:
     """Keep pictures and sounds as they are in the rows, where they may name any file."""
-    if getattr(feature, "decode", False):
+    from datasets import Json
+
+    if hasattr(feature, "decode") and not isinstance(feature, Json):
         feature.decode = False
 
 
