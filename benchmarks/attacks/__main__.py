@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from benchmarks.attacks import stage
 from benchmarks.attacks.attack import ATTACKS, Attack, Outcome, Verdict
 
-_PARTS = ("others", "code", "foreign", "limits", "faults", "names", "content", "places")
+_PARTS = (
+    *("others", "code", "foreign", "limits", "faults", "storms"),
+    *("names", "content", "places"),
+)
 _TIMES = 5
 _WEIGHT: tuple[Outcome, ...] = ("SKIPPED", "HELD", "BROKEN", "SUCCEEDED")
 """What a success, or a broken try, shows says more than what held."""

@@ -1,4 +1,4 @@
-"""What an attack is, and how one is told of."""
+"""The attacks by id, and the verdict that each returns."""
 
 from __future__ import annotations
 

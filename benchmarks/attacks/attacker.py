@@ -1,22 +1,25 @@
-"""What the attacker's processes do: ``python -m benchmarks.attacks.attacker WHAT ARGUMENT...``.
+"""The attacker's processes: ``python -m benchmarks.attacks.attacker WHAT ARGUMENT...``.
 
-Each waits for a moment of the victim's, changes something at once, and says what it did.
+Each waits for the victim to reach some point, changes something right then, and prints it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
+import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 FORBIDDEN = "the kernel forbids it"
-"""What is said where an attack ends, because somebody else may not write there."""
+"""Printed where an attack ends because other users cannot write there."""
 _LIMIT_S = 180.0
 _LOOKS_INTO = 0x20 | 0x10 | 0x1
 """inotify: opened, closed after reading, read."""
@@ -82,7 +85,8 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
     """Put a folder in the place of another one when a command line matches.
 
     Args:
-        pattern: What the command line has. Its group is the folder's path, if none is given.
+        pattern: A regular expression for the command line, whose group is the folder's path if
+            none is given.
         instead: The folder to put there.
         folder: The folder to exchange.
         lock: A file to keep in it for a while: torch waits for that, and then loads a library
@@ -114,7 +118,7 @@ def exchange(pattern: str, instead: str, folder: str = "", lock: str = "") -> No
 
 
 def turn(watched: str, link: str, target: str) -> None:
-    """Turn a link to another target as soon as somebody reads the watched file."""
+    """Point a link to a different target as soon as the watched file is read."""
     ready = Path(f"{link}.new")
     ready.symlink_to(target)
     for _ in _events(Path(watched), _LOOKS_INTO):
@@ -124,7 +128,7 @@ def turn(watched: str, link: str, target: str) -> None:
 
 
 def rewrite(old: str, new: str, *files: str) -> None:
-    """Change a word in files as soon as somebody has looked into the first one."""
+    """Change a word in files as soon as the first one has been read."""
     changed = {Path(file): Path(file).read_text().replace(old, new) for file in files}
     for _ in _events(Path(files[0]), _LOOKS_INTO):
         for path, text in changed.items():
@@ -133,8 +137,40 @@ def rewrite(old: str, new: str, *files: str) -> None:
         return
 
 
+def storm(first: str, second: str) -> None:
+    """Exchange two names all the time."""
+    exchange_flag, here = 2, -100
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = (os.fsencode(first), os.fsencode(second))
+    while libc.renameat2(here, names[0], here, names[1], exchange_flag) == 0:
+        print("ready", flush=True)
+        time.sleep(random.random() / 500)
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), first)
+
+
+def squat(path: str) -> None:
+    """Take a name all the time: by a folder that everybody can write, and by a link to one."""
+    place, elsewhere = Path(path), Path(f"{path}.elsewhere")
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    for turn_of_link in itertools.cycle((False, True)):
+        with suppress(FileExistsError):  # the victim was first
+            if turn_of_link:
+                place.symlink_to(elsewhere)
+            else:
+                place.mkdir()
+                place.chmod(0o777)
+        print("ready", flush=True)
+        time.sleep(random.random() / 500)
+        with suppress(OSError):
+            if turn_of_link:
+                place.unlink()
+            else:
+                place.rmdir()
+
+
 _PARTS: dict[str, Callable[..., None]] = {
-    part.__name__: part for part in (bait, exchange, turn, rewrite)
+    part.__name__: part for part in (bait, exchange, turn, rewrite, storm, squat)
 }
 
 if __name__ == "__main__":

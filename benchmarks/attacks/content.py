@@ -309,26 +309,25 @@ def _put(tree: Any, at: tuple[Any, ...], value: Any) -> None:
 @attack("n11a", "presets with the largest values that keys take: plan, dry run")
 def _(stage: Stage) -> Verdict:
     bad = []
-    for number, changes in enumerate(
-        (
-            {"gpus": 16, "nodes": 256},
-            {"train": {"steps": 10**18}},
-            {"train": {"gradient_accumulation": 65_536, "micro_batch": 4096}},
-            {"train": {"tokens_per_step": 10**12}},
-            {"train": {"epochs": 1e308, "steps": 0}},
-            {"data": {"sequence_length": 1_048_576}},
-            {"data": {"held_out": 1e300}},
-            {"checkpoint": {"keep": 10**18, "every_minutes": 1e308}},
-            {"prompts": {"texts": ["x" * 1000] * 1000}},
-            {"slurm": {"time_limit": "9" * 4000}},
-            {"title": "x" * 1_000_000},
-            {"name": "n" * 5000},
-            {"model": {"leaf_modules": ["(a+)+$" * 1000] * 100}},
-            {"offload": {"sub_group_size": 10**18}},
-            {"checkpoint": {"folder": "x" * 5000}},
-            {"data": {"source": "x" * 100_000}},
-        )
-    ):
+    given: tuple[dict[str, Any], ...] = (
+        {"gpus": 16, "nodes": 256},
+        {"train": {"steps": 10**18}},
+        {"train": {"gradient_accumulation": 65_536, "micro_batch": 4096}},
+        {"train": {"tokens_per_step": 10**12}},
+        {"train": {"epochs": 1e308, "steps": 0}},
+        {"data": {"sequence_length": 1_048_576}},
+        {"data": {"held_out": 1e300}},
+        {"checkpoint": {"keep": 10**18, "every_minutes": 1e308}},
+        {"prompts": {"texts": ["x" * 1000] * 1000}},
+        {"slurm": {"time_limit": "9" * 4000}},
+        {"title": "x" * 1_000_000},
+        {"name": "n" * 5000},
+        {"model": {"leaf_modules": ["(a+)+$" * 1000] * 100}},
+        {"offload": {"sub_group_size": 10**18}},
+        {"checkpoint": {"folder": "x" * 5000}},
+        {"data": {"source": "x" * 100_000}},
+    )
+    for number, changes in enumerate(given):
         path = stage.preset(stage.scratch / f"p{number}.toml", stage.other, **changes)
         for command in (("plan", str(path)), ("run", str(path), "--dry-run")):
             began = time.monotonic()
@@ -342,31 +341,30 @@ def _(stage: Stage) -> Verdict:
 @attack("n11b", "a model of enormous numbers, and config.json with odd types: plan, presets add")
 def _(stage: Stage) -> Verdict:
     bad = []
-    for number, config in enumerate(
-        (
-            {"hidden_size": 10**15},
-            {"vocab_size": 10**18},
-            {"num_attention_heads": 10**9},
-            {"num_hidden_layers": 999, "num_experts": 10**6},
-            {"hidden_size": -1},
-            {"hidden_size": 0},
-            {"num_attention_heads": 0},
-            {"rope_theta": 1e308},
-            {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}},
-            {"head_dim": 10**9},
-            {"layer_types": ["x" * 1000] * 100_000},
-            {"torch_dtype": "os.system"},
-            {"dtype": "__class__"},
-            {"hidden_act": "../../x"},
-            {"vocab_size": "9" * 5000},
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
-            {"max_position_embeddings": 10**18},
-            {"intermediate_size": 10**14},
-            {"id2label": {str(n): "x" for n in range(300_000)}},
-            {"num_labels": 10**8},
-        )
-    ):
+    given: tuple[dict[str, Any], ...] = (
+        {"hidden_size": 10**15},
+        {"vocab_size": 10**18},
+        {"num_attention_heads": 10**9},
+        {"num_hidden_layers": 999, "num_experts": 10**6},
+        {"hidden_size": -1},
+        {"hidden_size": 0},
+        {"num_attention_heads": 0},
+        {"rope_theta": 1e308},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}},
+        {"head_dim": 10**9},
+        {"layer_types": ["x" * 1000] * 100_000},
+        {"torch_dtype": "os.system"},
+        {"dtype": "__class__"},
+        {"hidden_act": "../../x"},
+        {"vocab_size": "9" * 5000},
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
+        {"max_position_embeddings": 10**18},
+        {"intermediate_size": 10**14},
+        {"id2label": {str(n): "x" for n in range(300_000)}},
+        {"num_labels": 10**8},
+    )
+    for number, config in enumerate(given):
         model = stage.model(stage.scratch / f"m{number}", stage.other, **config)
         command = ("presets", "add", str(model), "--name", f"m{number}")
         began = time.monotonic()

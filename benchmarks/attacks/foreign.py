@@ -67,7 +67,7 @@ def _(stage: Stage) -> Verdict:
         raise RuntimeError(f"nothing was exported: {last_line(victim)}")
     modes = {path: path.stat().st_mode & 0o777 for path in (out, *out.glob("*"))}
     found = [f"{path.name} ({mode:o})" for path, mode in modes.items() if mode & 0o077]
-    return judged(found, f"others can read {', '.join(found)}", "nobody else can read it")
+    return judged(found, f"others can read {', '.join(found)}", "no other user can read it")
 
 
 @attack("7c", "a link in a foreign data folder to a private file")

@@ -28,11 +28,11 @@ _FOREVER = (
 )
 _PLAIN = "{% for each in messages %}{{ each.content }}{{ eos_token }}{% endfor %}"
 _BUSY_S = 8.0
-"""Of a processor: more than a helper's imports take."""
+"""CPU seconds: more than a helper's imports take."""
 _GRACE_S = 10.0
 _LARGEST_BYTES = 4 << 30
 _LONGEST_S = 60.0
-"""Of processors, because the host may be busy."""
+"""CPU seconds, because the host may be busy."""
 _WAIT_S = 300.0
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], "
@@ -68,7 +68,7 @@ def _looping(stage: Stage, command: str) -> list[str]:
 
 
 def _outlives(number: str, command: str, received: signal.Signals) -> None:
-    @attack(number, f"helper of `{command}` goes on after {received.name}")
+    @attack(number, f"helper of `{command}` continues after {received.name}")
     def _(stage: Stage) -> Verdict:
         victim = stage.so_tui(*_looping(stage, command))
         if not victim.wait(lambda: _used_s(_helpers(stage)) > _BUSY_S, _WAIT_S):
@@ -309,12 +309,12 @@ def _told(stage: Stage, model: Path) -> Verdict:
 
 for _number, (_title, _template) in _WRONG.items():
 
-    @attack(_number, f"{_title} ends in a traceback")
+    @attack(_number, f"{_title} causes a traceback")
     def _(stage: Stage, template: str = _template) -> Verdict:
         return _told(stage, stage.exported(stage.scratch / "model", stage.other, template))
 
 
-@attack("16d", "a panic of a tokenizer's Rust ends in a traceback")
+@attack("16d", "a panic in a tokenizer's Rust causes a traceback")
 def _(stage: Stage) -> Verdict:
     model = stage.model(stage.scratch / "model", stage.other)
     tree = json.loads((model / "tokenizer.json").read_text())

@@ -134,7 +134,7 @@ def _turned(stage: Stage, *command: str, **model: object) -> Verdict:
     return judged(stage.ran("exchanged"), stage.ran("exchanged"), last_line(victim))
 
 
-@attack("2a", "generate: link turned to a run of one's own after spec.json was read", race=True)
+@attack("2a", "generate: link pointed to the attacker's run after spec.json was read", race=True)
 def _(stage: Stage) -> Verdict:
     return _turned(stage, "generate", "--prompt", "hello", id="EVIL", weights="pretrained")
 

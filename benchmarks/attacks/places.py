@@ -122,7 +122,7 @@ time.sleep(600)
 @attack("n14a", "a member of the group that reads a run locks its files: resume, stop")
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
-    stage.train("--runs-dir", str(runs), SO_TUI_SHARE="group", group=PROJECT).end(_COMMAND_S)
+    stage.train("--runs-dir", str(runs), SO_TUI_SHARE="group", group=PROJECT).end(400)
     run = next(path.parent for path in runs.glob("*/spec.json"))
     files = [str(path) for path in run.rglob("*") if path.is_file()]
     files += [str(path) for path in (run, *run.rglob("*")) if path.is_dir()]
@@ -176,7 +176,7 @@ def _copied(stage: Stage, state: str) -> tuple[Path, Path, str]:
             f'#!/bin/sh\necho "$0 $@" >> {record}\necho "7|RUNNING|mine|n1|None|/x"\n'
         )
     tree = json.loads((theirs / "state.json").read_text())
-    tree |= {"state": state, "ended": None, "host": None}
+    tree |= {"state": state, "ended": None, "host": ""}
     (theirs / "state.json").write_text(json.dumps(tree))
     submission = {"v": 1, "job": "7", "cluster": "here", "partition": "p", "time": time.time()}
     submission |= {"job_id": "7", "submitted": time.time()}
@@ -252,21 +252,6 @@ def _writes_folder(number: str, title: str, *command: str) -> None:
 
 _writes_folder("n16c", "export --to DIR", "export", "{run}", "--to", "{out}")
 _writes_folder("n16d", "convert --to DIR", "convert", "{run}", "--to", "{out}")
-_writes_folder("n16e", "validate --out DIR", "validate", "--minutes", "1", "--out", "{out}")
-_writes_folder(
-    "n16f",
-    "checkpoint.folder",
-    "run",
-    "tiny",
-    "--plain",
-    "--set",
-    "train.steps=1",
-    "--set",
-    "checkpoint.folder={out}",
-)
-_writes_folder(
-    "n16g", "--runs-dir", "run", "tiny", "--plain", "--set", "train.steps=1", "--runs-dir", "{out}"
-)
 
 
 _SWAP = """
@@ -492,28 +477,27 @@ def _(stage: Stage) -> Verdict:
 @attack("n20a", "generation_config.json of others asks for endless work: generate")
 def _(stage: Stage) -> Verdict:
     bad = []
-    for number, changes in enumerate(
-        (
-            {"num_beams": 100_000},
-            {"num_return_sequences": 100_000, "do_sample": True},
-            {"max_new_tokens": 10**12},
-            {"min_length": 10**9},
-            {"penalty_alpha": 0.6, "top_k": 9},
-            {"assistant_early_exit": 2},
-            {"cache_implementation": "quantized"},
-            {"stop_strings": ["a" * 10_000] * 1000},
-            {"bad_words_ids": [[1] * 1000] * 10_000},
-            {"suppress_tokens": [10**9]},
-            {"prompt_lookup_num_tokens": 10**9},
-            {"compile_config": {"backend": "inductor"}},
-            {"eos_token_id": [-1]},
-            {"sequence_bias": [[[1], 1e308]]},
-            {"constraints": ["x"]},
-            {"guidance_scale": 1e9},
-            {"custom_generate": str(stage.scratch)},
-            {"cache_implementation": "static"},
-        )
-    ):
+    given: tuple[dict[str, object], ...] = (
+        {"num_beams": 100_000},
+        {"num_return_sequences": 100_000, "do_sample": True},
+        {"max_new_tokens": 10**12},
+        {"min_length": 10**9},
+        {"penalty_alpha": 0.6, "top_k": 9},
+        {"assistant_early_exit": 2},
+        {"cache_implementation": "quantized"},
+        {"stop_strings": ["a" * 10_000] * 1000},
+        {"bad_words_ids": [[1] * 1000] * 10_000},
+        {"suppress_tokens": [10**9]},
+        {"prompt_lookup_num_tokens": 10**9},
+        {"compile_config": {"backend": "inductor"}},
+        {"eos_token_id": [-1]},
+        {"sequence_bias": [[[1], 1e308]]},
+        {"constraints": ["x"]},
+        {"guidance_scale": 1e9},
+        {"custom_generate": str(stage.scratch)},
+        {"cache_implementation": "static"},
+    )
+    for number, changes in enumerate(given):
         model = stage.exported(stage.scratch / f"model{number}", stage.other)
         path = model / "generation_config.json"
         tree = json.loads(path.read_text()) if path.exists() else {}

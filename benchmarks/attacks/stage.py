@@ -68,7 +68,7 @@ class Command:
 
     @property
     def text(self) -> str:
-        """What it has written."""
+        """Its output so far."""
         return self.output.read_text(errors="replace")
 
     def end(self, limit_s: float) -> str:

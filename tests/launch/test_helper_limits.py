@@ -17,7 +17,7 @@ from tests.support.rank_processes import gone
 
 LIMIT_S = 60.0
 EXTENDED = "import pkgutil; __path__ = pkgutil.extend_path(__path__, __name__)\n"
-"""Leaves the trainer's own modules beside those of a test."""
+"""Keeps the trainer's own modules importable next to those of a test."""
 SERVED = """
 import sys
 from so_tui_trainer.step_limits import limited

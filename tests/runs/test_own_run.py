@@ -19,7 +19,7 @@ from tests.support.launching import tiny
 from tests.support.problems import refused, rejected
 
 OTHERS = 61_000
-"""Of a user and of a group."""
+"""The id of a user and of a group."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
@@ -121,7 +121,7 @@ def test_what_is_done_is_done_in_the_folder_that_was_judged(run: RunDirectory) -
         moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
         assert not exchanged(own, known), "it may come back, as a file system may"
         other.path.rename(run.path)
-        assert exchanged(own, known), "it is another run, although it is one's own"
+        assert exchanged(own, known), "it is a different run, although it has the same owner"
         state = read_state(own)
         write_state(own, state)
         assert own.attempts() == (1,)

@@ -105,7 +105,7 @@ def test_changed_code_does_not_run(model: ModelSpec, trace: Path, tmp_path: Path
 
 
 def test_code_changed_after_the_check_is_not_run(model: ModelSpec, trace: Path) -> None:
-    """What is loaded is the copy that was hashed."""
+    """The copy that was hashed is loaded."""
     trusted(model)
     config = load_config(model)
     for file in Path(model.id).glob("*.py"):

@@ -53,7 +53,7 @@ while True:
             sys.exit(0)
     time.sleep(0.002)
 """
-"""Waits for a process that names a run beside the decoy, and puts the decoy in its place."""
+"""Waits for a process that names a run in the decoy's folder, and puts the decoy in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def test_ranks_use_nothing_of_an_exchanged_folder(project: Project) -> None:
 
 @pytest.mark.parametrize("others", ["rank", "supervisor"])
 def test_a_launch_that_nobody_prepared_is_not_started(project: Project, others: str) -> None:
-    """Another launch of one's own, at the same path, is not what was prepared, either."""
+    """A different launch of the same user, at the same path, is refused as well."""
     owner = project.machine.owner
     made = owner.python(MAKE_A_DECOY, str(owner.home / "runs"), str(owner.home / "one"))
     assert made.returncode == 0, made.stderr

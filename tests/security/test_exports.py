@@ -1,4 +1,4 @@
-"""What an export takes from the folders of other users, and who can read it."""
+"""Exports take no private files through links of other users, and are private themselves."""
 
 from __future__ import annotations
 
@@ -198,9 +198,14 @@ def test_an_export_is_not_written_into_a_folder_put_in_its_place(tmp_path: Path)
     target, precious = tmp_path / "model", tmp_path / "precious"
     precious.mkdir()
     mark = ExportMarker(run="run", step=1, version="1")
-    with pytest.raises(OSError, match="exchanged"), replacing(target, mark) as folder:
-        target.with_name("model.partial").rename(tmp_path / "taken")
-        target.with_name("model.partial").symlink_to(precious)
-        (folder / "config.json").write_text("{}")
+
+    def write() -> None:
+        with replacing(target, mark) as folder:
+            target.with_name("model.partial").rename(tmp_path / "taken")
+            target.with_name("model.partial").symlink_to(precious)
+            (folder / "config.json").write_text("{}")
+
+    with pytest.raises(OSError, match="exchanged"):
+        write()
     assert not target.exists()
     assert list(precious.iterdir()) == []

@@ -1,5 +1,5 @@
 """Files of runs, presets, caches and models are opened by ``so_tui.trust``, which bounds what is
-read and judges what was opened. What opens a file by its name elsewhere is listed here.
+read and judges what was opened. This test lists every other function that opens a file by name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ OPENERS = ("open", "read_text", "read_bytes", "write_text", "write_bytes", "File
 COPIES = ("copy", "copyfile", "copy2", "copytree", "copyfileobj", "move")
 """Functions of ``shutil``."""
 JUDGED = ("open_descriptor", "open_folder")
-"""What is opened through these is judged."""
+"""Functions that judge what they open."""
 OF_FOLDERS = ("folder.open", "opened.open", "self.folder.open")
 """A ``Folder`` opens what is in it; a path of a folder opens nothing."""
 KERNELS = ("/proc", "/sys", "proc/", "sys/")
 """How paths begin that the kernel alone writes."""
 
 DEVICE = "a device, /proc, or a file that only the program's own installation has"
-EMPTY = "writes into a folder that was just made and that nobody else can open"
+EMPTY = "writes into a new folder that no other user can open"
 OWN = "writes a file of a run that this process supervises or trains"
 LIBRARY = "a library's own reader, which takes a path"
 ASKED = "a file that the user named on the command line, and that must be new"
@@ -66,7 +66,7 @@ ALLOWED = {
     "trainer/so_tui_trainer/model/weights.py:prepare_weights": "a lock in the user's own cache",
     "trainer/so_tui_trainer/recorder.py:_EventFile.__init__": OWN,
     "trainer/so_tui_trainer/remote_code.py:_refuse_code_elsewhere": "in the private copy",
-    "trainer/so_tui_trainer/remote_code.py:copied": "from a folder of one's own, and the copy",
+    "trainer/so_tui_trainer/remote_code.py:copied": "from the user's folder, and the copy",
     "trainer/so_tui_trainer/tools/presets.py:_rewritten": "a tool that writes this repository",
     "trainer/so_tui_trainer/tools/presets.py:main": "a tool that writes this repository",
 }
@@ -131,7 +131,7 @@ def _opens(call: ast.Call, package: set[str]) -> bool:
 
     Args:
         call: The call.
-        package: Names of paths beside the module, which is installed.
+        package: Names of paths next to the module, which is installed.
     """
     function = call.func
     if isinstance(function, ast.Attribute):

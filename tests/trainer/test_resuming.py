@@ -129,7 +129,7 @@ def test_a_checkpoint_unreadable_for_long_ends_the_run(
     "part", [".", "checkpoint.json", "optimizer", "optimizer/rank_00000.states"]
 )
 def test_only_ones_own_checkpoint_is_resumed(run: RunDirectory, part: str) -> None:
-    """Else whoever can write it decides what is trained."""
+    """Otherwise those who can write it would decide what is trained."""
     *_, newest = saved(run, 1, 2)
     (newest / part).chmod((newest / part).stat().st_mode | 0o002)
     with coded(TrainingError, "checkpoint-not-own", f"{newest}"):
