@@ -19,8 +19,15 @@ from benchmarks.attacks import stage
 from benchmarks.attacks.attack import ATTACKS, Attack, Outcome, Verdict
 
 _PARTS = (
-    *("others", "code", "foreign", "limits", "faults", "storms"),
-    *("names", "content", "places"),
+    "others",
+    "code",
+    "foreign",
+    "limits",
+    "faults",
+    "storms",
+    "names",
+    "content",
+    "places",
 )
 _TIMES = 5
 _WEIGHT: tuple[Outcome, ...] = ("SKIPPED", "HELD", "BROKEN", "SUCCEEDED")

@@ -11,7 +11,7 @@ import pytest
 
 from so_tui.folders import default_runs_dir, state_home
 from so_tui.runs import RunDirectory, create_run, delete_run, listing, new_attempt, read_state
-from so_tui.runs.directory import exchanged, known_id, own_run
+from so_tui.runs.directory import exchanged, known_id, own_run, write_run_json
 from so_tui.runs.listing import RunNotes, write_notes
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec, write_state
@@ -214,12 +214,11 @@ def test_a_note_is_not_written_into_a_folder_put_in_the_place_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named, other = (create_run(tiny(), tmp_path) for _ in range(2))
-    write = listing.write_run_json
 
     def exchanging(run: RunDirectory, path: Path, value: object) -> None:
         named.path.rename(tmp_path / "aside")
         other.path.rename(named.path)
-        write(run, path, value)
+        write_run_json(run, path, value)
 
     monkeypatch.setattr(listing, "write_run_json", exchanging)
     write_notes(named, RunNotes(note="hello"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -196,7 +197,10 @@ def test_paths_of_pictures_in_rows_are_not_opened(machine: SharedMachine) -> Non
             "many": pa.array([[value]], pa.list_(picture)),
         }
     )
-    kinds = {"text": {"dtype": "string", "_type": "Value"}, "one": {"_type": "Image"}}
+    kinds: dict[str, Any] = {
+        "text": {"dtype": "string", "_type": "Value"},
+        "one": {"_type": "Image"},
+    }
     kinds["many"] = {"feature": {"_type": "Audio"}, "_type": "List"}
     features = json.dumps({"info": {"features": kinds}})
     parquet.write_table(
