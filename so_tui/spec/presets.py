@@ -179,7 +179,7 @@ def _is_path(text: str) -> bool:
 def _absolute(text: str) -> str:
     if not text or text.startswith(BUILTIN):
         return text
-    path = Path(text).expanduser()
+    path = Path(resolve_source(text)).expanduser()
     return str(path.absolute()) if _is_path(text) or exists(path) else text
 
 
@@ -351,8 +351,8 @@ def resolve_source(text: str) -> str:
     """
     if not text.startswith(BUILTIN):
         folder = Path(text)
-        may_be_of_hub = not text.startswith(("/", ".", "~")) and text.count("/") < 2
-        if may_be_of_hub and is_folder(folder) and folder.lstat().st_uid not in (os.geteuid(), 0):
+        ambiguous = text and not _is_path(text) and is_folder(folder)
+        if ambiguous and folder.lstat().st_uid not in (os.geteuid(), 0):
             raise reject(
                 "name-of-a-folder",
                 "source",

@@ -234,3 +234,5 @@ def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
         for source, same in expected.items():
             said = machine.owner.python(code, source).stdout.strip()
             assert said == ("name-of-a-folder" if refused and source == name else same)
+    machine.other.give(machine.scratch)
+    assert machine.owner.python(code, "").stdout.strip() == ""
