@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 from msgspec.structs import replace
@@ -19,11 +20,12 @@ from benchmarks.planner_settings import WITH_LESS
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
+from so_tui.plan import rates
 from so_tui.plan.fit import Target, assess
 from so_tui.plan.host_memory import gradient_blocks, steady_bytes
 from so_tui.plan.measured import Figures
 from so_tui.plan.plan import GPU_MARGIN
-from so_tui.plan.rates import PATH, Constants, Speed, constants, published_speed, using
+from so_tui.plan.rates import PATH, Constants, Speed, constants, published_speed
 from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, MemoryTerm
 from so_tui.runs.records import MetricRecord, PhaseRecord, Sample
@@ -283,7 +285,7 @@ def _descend(
     names = tuple(names)
 
     def cost(candidate: Constants) -> float:
-        with using(candidate):
+        with patch.object(rates, "SHIPPED", candidate):
             return error()
 
     def moved(candidate: Constants, name: str, factor: float) -> Constants:

@@ -61,7 +61,7 @@ def session(t: Terminal) -> None:
 def main(model: Path) -> None:
     """Record the session with a hub that holds ``model``."""
     check_tools()
-    with loopback_hub() as hub:
+    with loopback_hub(HOME / "cache") as hub:
         hub.add("models", NAME, {name: (model / name).read_bytes() for name in FILES})
         environment = {
             "HF_ENDPOINT": hub.endpoint,

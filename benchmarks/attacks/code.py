@@ -66,13 +66,9 @@ def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -
 
 @attack("3a", "compiled code: XDG_CACHE_HOME sticky, with the attacker's so-tui in it", race=True)
 def _(stage: Stage) -> Verdict:
-    theirs = stage.scratch / "so-tui"
-    theirs.mkdir()
-    stage.other.give(theirs)
-    theirs.chmod(0o777)
-    compiled = "so-tui/compiled"
+    compiled = stage.planted("so-tui") / "compiled"
     cache = {"XDG_CACHE_HOME": str(stage.scratch)}
-    return _exchanged_cache(stage, stage.scratch / compiled, compiled, **cache)
+    return _exchanged_cache(stage, compiled, "so-tui/compiled", **cache)
 
 
 @attack("3b", "compiled code: ~/.cache that the project can write", race=True)

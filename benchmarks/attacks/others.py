@@ -65,10 +65,7 @@ def _(stage: Stage) -> Verdict:
 
 @attack("1c", "run exchanged below a folder that the attacker made in a sticky one", race=True)
 def _(stage: Stage) -> Verdict:
-    above = stage.scratch / "so-tui"
-    above.mkdir()
-    stage.other.give(above)
-    above.chmod(0o777)
+    stage.planted("so-tui")
     bait = _bait(stage, stage.scratch / "bait")
     attacker = stage.attacks("exchange", stage.rank, bait)
     return _exchanged(stage, stage.train(XDG_STATE_HOME=str(stage.scratch)), attacker)

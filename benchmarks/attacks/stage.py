@@ -165,6 +165,14 @@ class Stage:
         folder.chmod(mode)
         return folder
 
+    def planted(self, name: str) -> Path:
+        """Let the attacker make a folder in the sticky one, which everybody can write."""
+        folder = self.scratch / name
+        folder.mkdir()
+        self.other.give(folder)
+        folder.chmod(0o777)
+        return folder
+
     def ran(self, label: str) -> str:
         """Return which process of the owner ran the code with this label; empty if none did."""
         for path in self.marks.iterdir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from benchmarks.attacks.attack import Verdict, attack
 from benchmarks.attacks.stage import Stage
@@ -19,6 +20,7 @@ _SLOWLY = f"""
 import json, random, sys, time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 def slow(event, _):
     if event in ("open", "os.listdir", "os.scandir") and tried:
@@ -120,7 +122,7 @@ passes(border)
 """Each prints how often it returned what; EVIL is what the attacker wants."""
 
 
-def _passed(stage: Stage, border: str, attacker: tuple[object, ...], *given: object) -> Verdict:
+def _passed(stage: Stage, border: str, attacker: tuple[Any, ...], *given: object) -> Verdict:
     """Let the victim pass a border while the attacker exchanges."""
     storm = stage.attacks(*attacker)
     if not storm.wait(lambda: "ready" in storm.text, 20):

@@ -64,8 +64,7 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     if not names:
         return finding("no-gpu", "neither NVML nor the PCI bus lists one")
     if context.files.text("/proc/driver/nvidia/version"):
-        evidence = f"{names}; the driver is loaded, but lists none of them"
-        return finding("gpus-not-granted", evidence)
+        return finding("gpus-not-granted", f"{names}; the driver is loaded, but lists none of them")
     return finding("no-nvidia-driver", f"{names}; no /proc/driver/nvidia/version")
 
 

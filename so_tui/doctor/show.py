@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from so_tui.doctor.checks import Finding, Severity
@@ -40,9 +40,7 @@ def render_findings(findings: Sequence[Finding], software: Software | None) -> R
 
 def _finding(finding: Finding) -> RenderableType:
     sign, word, style = _SIGNS[finding.severity]
-    rows = Table.grid(padding=(0, 1))
-    rows.add_column(style="dim", width=5)
-    rows.add_column(overflow="fold")
+    rows = Table.grid(Column(style="dim", width=5), Column(overflow="fold"), padding=(0, 1))
     for name, text in (("found", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
         rows.add_row(name, printable_line(text))
     title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))

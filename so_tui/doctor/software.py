@@ -69,8 +69,7 @@ def _check_torch_build(context: CheckContext) -> Findings:
             "NVIDIA GPU(s)",
         )
     if installed.torch and any(gpu.shares_memory for gpu in gpus) and not installed.torch_rocm:
-        evidence = f"torch {installed.torch}, on a machine with {gpus[0].name}"
-        yield finding("torch-no-rocm", evidence)
+        yield finding("torch-no-rocm", f"torch {installed.torch}, on a machine with {gpus[0].name}")
 
 
 def _check_memory_binding(context: CheckContext) -> Findings:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -154,9 +154,7 @@ class _Asker:
             handle: Any = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
             bus_id = None
             if handle is not None:
-                bus_id = self.ask(
-                    "nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId)
-                )
+                bus_id = self.ask("nvmlDeviceGetPciInfo", handle, read=attrgetter("busId"))
             if bus_id is None:
                 self.errors.append(f"GPU {index} does not respond and is left out.")
             else:
@@ -199,7 +197,7 @@ def _query_nvml() -> _NvmlAnswer:
     try:
         with _started() as asker:
             gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
-            driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
+            driver = asker.ask("nvmlSystemGetDriverVersion", read=str)
             errors = tuple(dict.fromkeys(asker.errors))
             return _NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=errors)
     except pynvml.NVMLError as error:
@@ -247,7 +245,7 @@ def _health(asker: _Asker, _index: int, handle: Any, bus_id: str) -> GpuHealth:
 
 
 def _nvml_gpu(asker: _Asker, index: int, handle: Any, bus_id: str) -> Gpu:
-    name = asker.ask("nvmlDeviceGetName", handle, read=_nvml_text) or "NVIDIA GPU"
+    name = asker.ask("nvmlDeviceGetName", handle, read=str) or "NVIDIA GPU"
     total, used = asker.ask(
         "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
     ) or (None, None)
@@ -255,7 +253,7 @@ def _nvml_gpu(asker: _Asker, index: int, handle: Any, bus_id: str) -> Gpu:
         index=index,
         name=name if name.startswith("NVIDIA") else f"NVIDIA {name}",
         pci_bus_id=bus_id,
-        uuid=asker.ask("nvmlDeviceGetUUID", handle, read=_nvml_text),
+        uuid=asker.ask("nvmlDeviceGetUUID", handle, read=str),
         # Some drivers return -1 instead of "not supported".
         memory_node=asker.ask(
             "nvmlDeviceGetNumaNodeId", handle, read=lambda node: node if node >= 0 else None
@@ -268,10 +266,6 @@ def _nvml_gpu(asker: _Asker, index: int, handle: Any, bus_id: str) -> Gpu:
         ),
         mig=asker.ask("nvmlDeviceGetMigMode", handle, read=lambda modes: bool(modes[0])),
     )
-
-
-def _nvml_text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 _PCI = "/sys/bus/pci/devices"
@@ -419,8 +413,7 @@ def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
 
 def _published_bytes(files: SystemFiles, gpu: Gpu) -> int:
     """Return the published memory size of GPUs with this device id; 0 where it is not known."""
-    device = files.integer(f"{_PCI}/{gpu.pci_bus_id}/device") or 0
-    return _PRODUCTS.get(device, ("", 0))[1] << 20
+    return _PRODUCTS.get(files.integer(f"{_PCI}/{gpu.pci_bus_id}/device") or 0, ("", 0))[1] << 20
 
 
 def _with_nodes(gpus: list[Gpu], nodes: Nodes, *, coherent: bool) -> list[Gpu]:
@@ -439,13 +432,17 @@ def _with_nodes(gpus: list[Gpu], nodes: Nodes, *, coherent: bool) -> list[Gpu]:
     # A container may hide the nodes that the driver names.
     known = {node.id for node in nodes}
     owned = _memory_nodes(attached, nodes) if coherent else {}
-    sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
-    found = []
-    for gpu in attached:
-        own = gpu.memory_node if gpu.memory_node in known else owned.get(gpu.pci_bus_id)
-        size = gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
-        found.append(replace(gpu, memory_node=own, memory_total_bytes=size))
-    return found
+    sizes: dict[int | None, int] = {
+        node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"
+    }
+    placed = [
+        (gpu, gpu.memory_node if gpu.memory_node in known else owned.get(gpu.pci_bus_id))
+        for gpu in attached
+    ]
+    return [
+        replace(gpu, memory_node=own, memory_total_bytes=gpu.memory_total_bytes or sizes.get(own))
+        for gpu, own in placed
+    ]
 
 
 def _memory_nodes(gpus: list[Gpu], nodes: Nodes) -> dict[str, int]:
@@ -494,12 +491,8 @@ def hiding_variable(gpus: Iterable[Gpu], environment: Environment) -> str | None
     ROCm has three, and each counts within what the ones before it show. Schedulers set one, or
     several alike, so the first is taken.
     """
-    names = (
-        ROCM_VISIBLE_DEVICES
-        if any(gpu.vendor == "amd" for gpu in gpus)
-        else ROCM_VISIBLE_DEVICES[-1:]
-    )
-    return next((name for name in names if name in environment), None)
+    first = 0 if any(gpu.vendor == "amd" for gpu in gpus) else -1
+    return next((name for name in ROCM_VISIBLE_DEVICES[first:] if name in environment), None)
 
 
 def visible_gpus(gpus: Sequence[Gpu], shown_devices: str) -> list[Gpu]:

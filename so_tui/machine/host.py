@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -58,13 +60,9 @@ def cpu_ranges(cpus: Iterable[int]) -> str:
 
 def contiguous_runs(cpus: Iterable[int]) -> Cores:
     """Return the maximal runs of consecutive numbers, ascending."""
-    runs: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
-        else:
-            runs.append([cpu])
-    return tuple(tuple(run) for run in runs)
+    # Within a run, each number exceeds its position in the list by as much.
+    runs = groupby(enumerate(sorted(set(cpus))), key=lambda found: found[1] - found[0])
+    return tuple(tuple(cpu for _, cpu in run) for _, run in runs)
 
 
 def cpus_or_empty(text: str) -> Cpus:
@@ -83,16 +81,6 @@ _Number = TypeVar("_Number", int, float)
 _ROOT = "/sys/fs/cgroup"
 _UNLIMITED_BYTES = 1 << 60
 """Larger values mean no limit: cgroup v1 writes a number just below 2^63."""
-
-
-def _cpuset(files: SystemFiles) -> set[int] | None:
-    """Return the CPUs of the nearest group that has a cpuset."""
-    names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
-    for folder in _folders(files, "cpuset"):
-        for name in names:
-            if cpus := cpus_or_empty(files.text(f"{folder}/{name}")):
-                return set(cpus)
-    return None
 
 
 def cpu_quota(files: SystemFiles) -> float | None:
@@ -181,7 +169,8 @@ def read_host(files: SystemFiles, hostname: str | None) -> Machine:
     live = files.live
     online = _online_cpus(files)
     nodes = _nodes(files, online)
-    if not any(node.kind == "cpu" for node in nodes):
+    cpu_nodes = [node for node in nodes if node.kind == "cpu"]
+    if not cpu_nodes:
         raise reject(
             "no-cpus",
             "--sysroot",
@@ -191,7 +180,7 @@ def read_host(files: SystemFiles, hostname: str | None) -> Machine:
         )
     online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
     name, architecture = _processor(files)
-    host_bytes = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
+    host_bytes = sum(node.memory_total_bytes for node in cpu_nodes)
     limit = _memory_limit_bytes(files) if live else None
     shm_total_bytes, shm_free_bytes = _shared_memory() if live else (None, None)
     allowed_nodes = re.search(
@@ -205,7 +194,8 @@ def read_host(files: SystemFiles, hostname: str | None) -> Machine:
         architecture=architecture,
         page_size_bytes=os.sysconf("SC_PAGE_SIZE") if live else None,
         online_cpus=online,
-        allowed_cpus=_allowed_cpus(files) if live else online,
+        # The kernel keeps the affinity within the cpuset of the control group.
+        allowed_cpus=tuple(sorted(os.sched_getaffinity(0))) if live else online,
         host_memory_bytes=host_bytes,
         shm_total_bytes=shm_total_bytes,
         shm_free_bytes=shm_free_bytes,
@@ -233,12 +223,6 @@ def _online_cpus(files: SystemFiles) -> Cpus:
     return tuple(map(int, listed)) or (tuple(range(os.cpu_count() or 1)) if files.live else ())
 
 
-def _allowed_cpus(files: SystemFiles) -> Cpus:
-    """Return the CPUs this process may run on: its affinity within its cpuset."""
-    allowed = set(os.sched_getaffinity(0))
-    return tuple(sorted(allowed & (_cpuset(files) or allowed)))
-
-
 def _smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
     """Return the CPUs of each physical core with several threads; empty if no core has, or if it is
     not reported.
@@ -256,12 +240,11 @@ def _smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
 def _shared_memory() -> tuple[int | None, int | None]:
     """Return the size of /dev/shm, and what of it is free."""
     try:
-        stat = os.statvfs("/dev/shm")
+        found = shutil.disk_usage("/dev/shm")
     except OSError:
         return None, None
     # Without a limit, some file systems report sizes that no host has.
-    size, free = (blocks * stat.f_frsize for blocks in (stat.f_blocks, stat.f_bavail))
-    return min(size, MOST_BYTES), min(free, MOST_BYTES)
+    return min(found.total, MOST_BYTES), min(found.free, MOST_BYTES)
 
 
 def _processor(files: SystemFiles) -> tuple[str, str]:

@@ -53,11 +53,9 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
 
 def resctrl_mount(files: SystemFiles) -> tuple[str, str] | None:
     """Return where resctrl is mounted, and its options."""
-    for line in files.text("/proc/mounts").splitlines():
-        fields = line.split()
-        if len(fields) > 3 and fields[2] == "resctrl":
-            return fields[1], fields[3]
-    return None
+    mounts = (line.split() for line in files.text("/proc/mounts").splitlines())
+    found = (mount for mount in mounts if len(mount) > 3 and mount[2] == "resctrl")
+    return next(((mount[1], mount[3]) for mount in found), None)
 
 
 def _kernel_config(files: SystemFiles) -> str:

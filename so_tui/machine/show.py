@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
@@ -92,13 +92,12 @@ def _title(machine: Machine) -> Text:
 
 def _node_line(node: NumaNode, machine: Machine) -> Text:
     allowed = set(node.cpus) & set(machine.allowed_cpus)
-    line = Text.assemble(
+    fewer = len(allowed) < len(node.cpus)
+    return Text.assemble(
         (f"node {node.id}", "bold"),
         f"  {plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)} · {_memory(node)}",
+        (f" · may use {cpu_ranges(allowed) or 'none'}" if fewer else "", "yellow"),
     )
-    if len(allowed) < len(node.cpus):
-        line.append(f" · may use {cpu_ranges(allowed) or 'none'}", style="yellow")
-    return line
 
 
 def _add_gpu(branch: RichTree | None, tree: RichTree, gpu: Gpu, machine: Machine) -> None:
@@ -132,9 +131,7 @@ def _memory(node: NumaNode) -> str:
 
 
 def _software(software: Software) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
+    table = Table.grid(Column(style="dim"), "", padding=(0, 2))
     absent = Text("not installed", style="dim")
     for name, version in versions_of(software).items():
         table.add_row(name, printable_line(version) if version is not None else absent)

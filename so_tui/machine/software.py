@@ -160,7 +160,7 @@ def read_software(
         amd_driver=files.text("/sys/module/amdgpu/version") or None,
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
-        ninja=package_version("ninja") or _first_version("ninja", "--version"),
+        ninja=package_version("ninja") or _version_in(output_of("ninja", "--version")),
     )
 
 
@@ -176,7 +176,6 @@ def package_version(name: str) -> str | None:
         return None
 
 
-@cache
 def _numactl_trial(nodes: Nodes, allowed: Cpus) -> bool:
     """Return whether ``numactl -m NODE -C CPUS true`` works here, on a node with memory; containers
     may forbid set_mempolicy.
@@ -204,7 +203,6 @@ def torch_build() -> dict[str, str]:
         return {}
 
 
-@cache
 def _numactl_version() -> str | None:
     """Return the version of numactl. Releases before 2.0.17 have no --version, so the package
     manager is tried next.
@@ -216,9 +214,8 @@ def _numactl_version() -> str | None:
         ("dpkg-query", "-W", "-f", "${Version}", "numactl"),
         ("rpm", "-q", "numactl"),
     )
-    return next(
-        (version for command in asked if (version := _first_version(*command))), "installed"
-    )
+    found = (_version_in(output_of(*command)) for command in asked)
+    return next(filter(None, found), "installed")
 
 
 def _mempolicy_works() -> bool | None:
@@ -234,27 +231,20 @@ def _mempolicy_works() -> bool | None:
     return bool(ctypes.CDLL(None).syscall(number, None, None, none, None, none) == 0)
 
 
-@cache
 def _cuda_toolkit() -> str | None:
     """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual
     folder.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    match = re.search(r"release (\d+\.\d+)", output_of(nvcc, "--version") or "")
-    return match.group(1) if match else None
+    _, _, release = (output_of(nvcc, "--version") or "").partition("release ")
+    return _version_in(release)
 
 
-@cache
 def _compiler() -> str | None:
     """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
     answer = output_of(os.environ.get("CXX") or "c++", "--version")
     return answer.splitlines()[0].strip() if answer else None
-
-
-@cache
-def _first_version(*command: str) -> str | None:
-    return _version_in(output_of(*command))
 
 
 def _version_in(text: str | None) -> str | None:
@@ -262,11 +252,12 @@ def _version_in(text: str | None) -> str | None:
     return match.group() if match else None
 
 
+@cache
 def output_of(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or times out."""
     try:
         _LOG.info("calling %s", quoted(*command))
-        done = subprocess.run(
+        return subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -274,10 +265,9 @@ def output_of(*command: str) -> str | None:
             check=True,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **UNCACHED_COMPILERS},
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
 
 
 # Which versions of the training packages were tested, and how far each may go. Both are data:
@@ -353,13 +343,13 @@ class _Versions(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the tested set that is installed; None if it is none. Builds of a version
         (``+cpu``, ``+cu130``) count as that version.
         """
-        for each in self.sets:
-            if all(
-                version_numbers(getattr(software, package)) == version_numbers(version)
-                for package, version in each.versions.items()
-            ):
-                return each
-        return None
+        installed = {name: version_numbers(getattr(software, name)) for name in PACKAGES}
+        found = (
+            each
+            for each in self.sets
+            if installed == {name: version_numbers(each.versions[name]) for name in PACKAGES}
+        )
+        return next(found, None)
 
     def exceeded_by(self, software: Software) -> tuple[Bound, ...]:
         """Return the bounds that installed packages, and Python, exceed."""

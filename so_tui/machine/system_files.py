@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.machine.types import Network
+from so_tui.spec.check import exists
 from so_tui.trust.files import read_bounded
+from so_tui.units import KIB
 
-KIB = 1024
 _MOST_BYTES = 1 << 24
 """Of one file; /proc/cpuinfo of the largest machines has a few MiB."""
 _MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d+) kB", re.MULTILINE)
@@ -59,10 +60,7 @@ class SystemFiles:
 
     def exists(self, name: str) -> bool:
         """Return whether a file or folder exists and is visible to this user."""
-        try:
-            return self.path(name).exists()
-        except OSError:
-            return False
+        return exists(self.path(name))
 
 
 def meminfo(text: str) -> dict[str, int]:

@@ -213,10 +213,12 @@ def peak_flops(gpu_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when
     unknown.
     """
-    for pattern, flops in PEAK_BF16_FLOPS:
-        if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
-            return flops
-    return None
+    found = (
+        flops
+        for pattern, flops in PEAK_BF16_FLOPS
+        if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)
+    )
+    return next(found, None)
 
 
 # How the trainer's cross-entropy is cut into blocks, and what that costs. Trainer, planner and

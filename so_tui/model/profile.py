@@ -104,14 +104,6 @@ def _with_storage(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
                     yield replace(tensor, name=tensor.name.replace("{i}", str(index)))
 
 
-def trainable(blocks: Sequence[ParameterBlock]) -> tuple[Parameter, ...]:
-    """Return the parameters in the optimizer's order: those with weight decay, then those without.
-    Tied tensors have no states.
-    """
-    own = (Parameter(each.name, each.numel, each.decay) for each in _with_storage(blocks))
-    return tuple(sorted(own, key=lambda parameter: not parameter.decay))
-
-
 def _sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
     """Return how many of the first sub-groups stay on the GPU.
 
@@ -191,8 +183,11 @@ class ModelProfile:
 
     @cached_property
     def trainable(self) -> tuple[Parameter, ...]:
-        """Parameters in the optimizer's order."""
-        return trainable(self.blocks)
+        """Parameters in the optimizer's order: those with weight decay, then those without. Tied
+        tensors have no states.
+        """
+        own = (Parameter(each.name, each.numel, each.decay) for each in _with_storage(self.blocks))
+        return tuple(sorted(own, key=lambda parameter: not parameter.decay))
 
     @cached_property
     def parameters(self) -> int:
@@ -376,17 +371,12 @@ class ModelProfile:
 
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""
-        size, rule = offload.sub_group_size, _device_rule(offload)
-        return _layout(self, ranks, size, offload.ratio, rule)
+        return _layout(self, ranks, offload.sub_group_size, offload.ratio, _device_rule(offload))
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
         numels = [numel for _, _, numel in _sub_groups(self, ranks, offload.sub_group_size)]
         return sum(numels[: _sub_groups_on_gpu(numels, ratio, _device_rule(offload))])
-
-    def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
-        """Return when a forward pass uses each sub-group."""
-        return _compute_spans(self, ranks, sub_group_size)
 
     @cached_property
     def tensor_spans(self) -> dict[str, Span]:
@@ -461,7 +451,8 @@ def _layout(
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
-def _compute_spans(profile: ModelProfile, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
+def compute_spans(profile: ModelProfile, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
+    """Return when a forward pass uses each sub-group."""
     spans = profile.tensor_spans
     # Names are in the model's order.
     return tuple(
@@ -494,10 +485,6 @@ def profile_of(model: ModelSpec) -> ModelProfile:
     )
 
 
-@lru_cache(maxsize=32)
-def _profile(
-    blocks: tuple[ParameterBlock, ...], shape: Architecture, fused: bool, eager_attention: bool
-) -> ModelProfile:
-    # The screen plans a spec again at every key press: expanding a table of a thousand tensors each
-    # time would be felt.
-    return ModelProfile(blocks, shape, fused, eager_attention)
+# The screen plans a spec again at every key press: expanding a table of a thousand tensors each
+# time would be felt.
+_profile = lru_cache(maxsize=32)(ModelProfile)

@@ -101,8 +101,8 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     problems: list[Problem] = []
 
     def number(*keys: str) -> int:
-        given = [(key, value) for key in keys if (value := config.get(key)) is not None]
-        key, value = given[0] if given else (keys[0], None)
+        key = next((key for key in keys if config.get(key) is not None), keys[0])
+        value = config.get(key)
         if isinstance(value, int) and value > 0:
             return value
         code, message = "invalid-model-key", "must be a positive whole number"

@@ -8,6 +8,7 @@ of that node. Launcher, trainer and dashboard all use these figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from so_tui.machine.host import contiguous_runs, cpu_ranges
@@ -66,14 +67,8 @@ def _memory_option(nodes: Cores, cores: set[int]) -> tuple[str, ...]:
 
 def _repeated(nodes: Cores) -> list[list[int]]:
     """Return groups of neighbouring nodes with the same CPUs (``numa=fake``)."""
-    groups: list[list[int]] = []
-    for number, cpus in enumerate(nodes):
-        if cpus and number and cpus == nodes[number - 1]:
-            if groups and groups[-1][-1] == number - 1:
-                groups[-1].append(number)
-            else:
-                groups.append([number - 1, number])
-    return groups
+    groups = (list(group) for _, group in groupby(range(len(nodes)), key=nodes.__getitem__))
+    return [group for group in groups if len(group) > 1 and nodes[group[0]]]
 
 
 Gpus = int | tuple[int, ...]
@@ -118,23 +113,21 @@ def bind_ranks(machine: Machine, gpus: Gpus, *, cpu_adam_cores_fraction: float) 
     # not.
     physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
     unlisted = _launched(machine, list(range(physical)), cores, policies)
-    bindings = []
-    for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
-        main, adam = _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
-        bindings.append(
-            RankBinding(
-                rank=rank,
-                gpu=gpu.index if gpu else None,
-                numa_node=gpu.numa_node if gpu and gpu.numa_node in home.nodes else home.nodes[0],
-                cpus=cpus,
-                main_cpus=main,
-                adam_cpus=adam,
-                memory_policy=policies[rank],
-                deepspeed=listed[rank],
-                deepspeed_unlisted=unlisted[rank],
-            )
+    split = [_split_cores(by_core(machine, cpus), cpu_adam_cores_fraction) for cpus in cores]
+    return tuple(
+        RankBinding(
+            rank=rank,
+            gpu=gpu.index if gpu else None,
+            numa_node=gpu.numa_node if gpu and gpu.numa_node in home.nodes else home.nodes[0],
+            cpus=cores[rank],
+            main_cpus=split[rank][0],
+            adam_cpus=split[rank][1],
+            memory_policy=policies[rank],
+            deepspeed=listed[rank],
+            deepspeed_unlisted=unlisted[rank],
         )
-    return tuple(bindings)
+        for rank, (gpu, home) in enumerate(zip(wanted, homes, strict=True))
+    )
 
 
 def core_list(bindings: Sequence[RankBinding]) -> str:
@@ -332,19 +325,17 @@ def _launched(
         )
         return (failing,) * len(cores)
     nodes = _numactl_nodes(machine.numa_nodes)
-    bound = []
-    for rank, (cpus, policy) in enumerate(zip(cores, policies, strict=True)):
-        theirs, numactl = _numactl_prefix(nodes, listed, len(cores), rank)
-        bound.append(
-            DeepSpeedBinding(
-                cpus=theirs,
-                numactl=numactl,
-                omp_num_threads=len(theirs),
-                matches=theirs == cpus and _same_memory(numactl, policy),
-                error=_numactl_error(machine, theirs, numactl),
-            )
+    started = [_numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
+    return tuple(
+        DeepSpeedBinding(
+            cpus=theirs,
+            numactl=numactl,
+            omp_num_threads=len(theirs),
+            matches=theirs == cpus and _same_memory(numactl, policy),
+            error=_numactl_error(machine, theirs, numactl),
         )
-    return tuple(bound)
+        for cpus, policy, (theirs, numactl) in zip(cores, policies, started, strict=True)
+    )
 
 
 def _numactl_error(machine: Machine, cpus: Cpus, numactl: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from so_tui.machine.types import Machine
-from so_tui.model.profile import WEIGHT_BYTES, ModelProfile, StateLayout, profile_of
+from so_tui.model.profile import WEIGHT_BYTES, ModelProfile, profile_of
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.host_memory import Copies, copies
 from so_tui.plan.measured import (
@@ -27,7 +27,7 @@ from so_tui.plan.measured import (
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
-from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
+from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s, constants
 from so_tui.plan.resources import (
     Resources,
     Supply,
@@ -37,7 +37,7 @@ from so_tui.plan.resources import (
 )
 from so_tui.plan.step_time import SecondStates, StepModel, choose
 from so_tui.plan.terms import Location, MemoryTerm, TermKind
-from so_tui.plan.workload import Workload
+from so_tui.plan.workload import Workload, seen
 from so_tui.spec.run_spec import Mode, RunSpec
 from so_tui.units import memory_size
 
@@ -175,7 +175,8 @@ def target_of(
     Args:
         spec: Names model, GPUs and cores.
         machine: Where it is to run.
-        workload: Of the data; else a probe's of this model, else full sequences.
+        workload: Of the data; else what was seen of it, else a probe's of this model, else full
+            sequences.
         probed: Whether probes of this model on this machine correct predictions.
 
     Raises:
@@ -192,9 +193,11 @@ def target_of(
         if (probe.model, probe.constants, probe.step_parts) == (profile.key, DIGEST, STEP_PARTS)
         and (not probe.host_weights or probe.computing is not None)
     )
-    found = workload or (probes[-1].workload if probes else Workload())
+    if workload is None:
+        told = seen(spec) or (probes[-1] if probes else None)
+        workload = told.workload if told else _ANY_DATA
     return Target(
-        profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found
+        profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=workload
     )
 
 
@@ -253,10 +256,6 @@ class Assessment:
         """Whether twice the margin of each GPU stays free."""
         return self.gpu_bytes_left >= 2 * GPU_MARGIN * (self.target.resources.supply.gpu_bytes or 0)
 
-    @property
-    def layout(self) -> StateLayout:
-        return self.placement.layout
-
     @cached_property
     def step(self) -> StepTime | None:
         """None where the speed is not known. Computed on demand: most settings that are tried are
@@ -294,17 +293,19 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         has_gpu=resources.has_gpu or spec.offload.mode == "gpu",
         one_memory=resources.supply.one_memory,
         local_ranks=resources.ranks,
-        rounds_pinned=resources.pinned_rounded,
+        pinned_rounded=resources.pinned_rounded,
     )
     terms = [*_terms(placement, target)]
 
     def room() -> int:
         return _host_room(_demand_of(terms, resources.nodes), resources)
 
-    chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
-    if chosen.second:
-        placement = _speculating(placement, chosen.second)
-        terms.append(chosen.second.term)
+    second, step, gains_nothing = choose(
+        placement, room, lambda second: _step(_speculating(placement, second), target)
+    )
+    if second:
+        placement = _speculating(placement, second)
+        terms.append(second.term)
     copied = copies(placement, room)
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
@@ -322,8 +323,8 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         verdict=verdict,
         shortages=shortages,
         copies=copied,
-        speculation_gains_nothing=chosen.gains_nothing,
-        known_step=chosen.step,
+        speculation_gains_nothing=gains_nothing,
+        known_step=step,
     )
 
 
@@ -485,4 +486,5 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
         between_hosts_bytes_per_s=between,
         adam_cores=resources.adam_cores if superoffload else resources.cores,
         ranks_per_node=resources.ranks_per_node,
+        use=constants().step,
     )

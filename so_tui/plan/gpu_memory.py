@@ -11,6 +11,7 @@ on the CPU, on the GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
@@ -63,8 +64,7 @@ def _communication_terms(placement: Placement) -> Terms:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu = placement.layout, placement.profile, placement.gpu
     ranks, layer, largest = layout.ranks, profile.largest_layer, profile.largest_parameter
-    bucket = placement.reduce_bucket
-    yield sized("reduce-bucket", gpu, "exact", 2, bucket, " (reduce_bucket_size)")
+    yield sized("reduce-bucket", gpu, "exact", 2, placement.reduce_bucket, " (reduce_bucket_size)")
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if placement.spec.offload.own_engine else profile.small_parameters
@@ -224,16 +224,12 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
 
 def _phase_bytes(terms: Sequence[MemoryTerm], location: str) -> dict[Phase, int]:
     """Return the bytes of one rank at the peak of each phase, from ``_all_terms``."""
-    always = sum(
-        found.bytes
-        for found in terms
-        if found.location == location and not found.phase and found.rank is None
-    )
-    totals: dict[Phase, int] = {}
+    totals: Counter[Phase | None] = Counter()
     for found in terms:
-        if found.location == location and found.phase:
-            totals[found.phase] = totals.get(found.phase, always) + found.bytes
-    return totals
+        if found.location == location and found.rank is None:
+            totals[found.phase] += found.bytes
+    always = totals.pop(None, 0)
+    return {phase: always + size for phase, size in totals.items() if phase}
 
 
 def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
@@ -308,9 +304,8 @@ def _activations(placement: Placement) -> Terms:
     inputs = shape.input_bytes if spec.model.offloads_inputs else 0
     results = sum(shape.result_bytes) if spec.model.offloads_results else 0
     kept = stored - inputs - results
-    scores = 0
-    if profile.eager_attention:
-        scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
+    squared = spec.data.sequence_length**2 * spec.train.micro_batch
+    scores = 6 * shape.heads * squared if profile.eager_attention else 0
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
         yield from _on_host(placement, inputs, shape.layers, "offloaded-inputs", "layer-inputs")

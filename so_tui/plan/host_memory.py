@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -77,20 +76,9 @@ def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
     return each * ranks + sum(found.bytes for found in node if found.kind == "libraries")
 
 
-class _GradientBlocks(NamedTuple):
-    """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and
-    its gradient partition.
-    """
-
-    allocating: int
-    """Peak while they are allocated, beyond all blocks that stay."""
-    unused: int
-    """Blocks that torch's allocator retains for others of their size, none of which follows."""
-
-
 def gradient_blocks(
     layout: StateLayout, partition_bytes: int, pinned_rounded: bool
-) -> _GradientBlocks:
+) -> tuple[int, int]:
     """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of
     0.19.8).
 
@@ -98,6 +86,11 @@ def gradient_blocks(
     sub-group in fp32, beside a buffer as large as the largest of them, and finally the partition.
     Where a sub-group's gradients move on to the GPU, torch retains the block for the next one of
     its size.
+
+    Returns:
+        Bytes beside the pinned blocks of one rank's gradients: the peak while they are allocated,
+        beyond all blocks that stay; and the blocks that torch's allocator retains for others of
+        their size, none of which follows.
     """
     peak = pinned = 0
     free: list[int] = []
@@ -114,10 +107,9 @@ def gradient_blocks(
         peak = max(peak, pinned + size + buffer)
         if released:
             free.append(block)
-    unused = (
-        sum(free) if pinned_rounded else 0
-    )  # torch 2.13 retains other blocks, which were not measured
-    return _GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
+    # torch 2.13 retains other blocks, which were not measured.
+    unused = sum(free) if pinned_rounded else 0
+    return peak - (pinned - sum(free) + unused), unused
 
 
 def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:

@@ -160,24 +160,20 @@ _DEEPSPEEDS = {"pageable_d2h_bytes_per_s", "cast_h2d_bytes_per_s"}
 
 def _empty(machine: Machine) -> Calibration:
     """Return the calibration of a machine that was not measured yet."""
-    gpu = machine.gpus[0].name if machine.gpus else ""
     return Calibration(
         hostname=machine.hostname,
-        gpu_name=gpu,
+        gpu_name=machine.gpus[0].name if machine.gpus else "",
         cpu_name=machine.cpu_name,
         cores=len(machine.online_cpus),
     )
-
-
-def _folder() -> Path:
-    return state_home() / "calibration"
 
 
 def _path_of(machine: Machine) -> Path:
     """Return the file of this machine, whether it exists or not."""
     mine = _empty(machine)
     kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()
-    return _folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind[:8]}.json"
+    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind[:8]}.json"
+    return state_home() / "calibration" / name
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
@@ -185,7 +181,7 @@ def calibration_of(machine: Machine) -> Calibration | None:
     An unreadable file counts as none.
     """
     own, mine = _path_of(machine), _empty(machine)
-    for path in (own, *sorted(_folder().glob(f"*-{own.stem[-8:]}.json"))):
+    for path in (own, *sorted(own.parent.glob(f"*-{own.stem[-8:]}.json"))):
         found = state_files.read_state_file(path, Calibration)
         if found and (
             path == own
@@ -312,12 +308,8 @@ def corrected_step(
             getattr(step, name) * (_error(name, having) if having else _shared_error(fetched))
             for name in _NAMES
         )
-    same = [
-        probe
-        for probe in correcting(mode, ranks, probes, host_weights=fetching is not None)
-        if probe.mode == mode
-    ]
-    exposed_s = _corrected_exposed_s(step.exposed_optimizer_s, mode, same)
+    near = correcting(mode, ranks, probes, host_weights=fetching is not None)
+    exposed_s = _corrected_exposed_s(step.exposed_optimizer_s, mode, near)
     return replace(step, forward_s=forward_s, backward_s=backward_s, exposed_optimizer_s=exposed_s)
 
 
@@ -353,18 +345,11 @@ def _waited(name: PassName, probe: Probe) -> bool:
     )
 
 
-def _tells_computing(probe: Probe) -> bool:
+def tells_computing(probe: Probe) -> bool:
     """Return whether a pass of a probe was predicted to take as long as its computation, whatever
     it fetched.
     """
     return not all(_waited(name, probe) for name in _NAMES)
-
-
-def corrects_passes(near: Sequence[Probe], *, host_weights: bool) -> bool:
-    """Return whether these probes say anything of the passes of a plan, which keeps its weights in
-    host memory or not.
-    """
-    return host_weights or any(_tells_computing(probe) for probe in near)
 
 
 def _shared_error(fetched: Sequence[Probe]) -> float:
@@ -378,10 +363,10 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
         min(ratios)
         for probe in fetched
         if probe.computing is not None
-        and _tells_computing(probe)
+        and tells_computing(probe)
         and (ratios := _ratios((probe.actual, probe.computing, name) for name in _NAMES))
     ]
-    return median(bounds) if bounds else 1.0
+    return median(bounds or [1.0])
 
 
 def _ratios(compared: Iterable[tuple[Figures, Figures | Passes, str]]) -> list[float]:
@@ -391,7 +376,7 @@ def _ratios(compared: Iterable[tuple[Figures, Figures | Passes, str]]) -> list[f
 
 
 def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) -> float:
-    """Return the exposed optimizer corrected by probes of the same mode.
+    """Return the exposed optimizer corrected by those of the probes that are of the same mode.
 
     What SuperOffload exposes is what is left of Adam when other work has hidden the rest, so that a
     small error of Adam can multiply it. There it is scaled too, but not changed by more seconds
@@ -400,20 +385,19 @@ def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) 
     corrected = []
     for probe in probes:
         actual, predicted = probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s
-        if actual > 0 and predicted > 0:
+        if probe.mode == mode and actual > 0 and predicted > 0:
             scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
             if mode == "superoffload":
                 scaled = max(exposed_s - most, min(exposed_s + most, scaled))
             corrected.append(scaled)
-    return median(corrected) if corrected else exposed_s
+    return median(corrected or [exposed_s])
 
 
 def _error(name: PassName, probes: Sequence[Probe]) -> float:
     """Return measured over predicted seconds of a pass (median); 1 where there is nothing to
     compare.
     """
-    ratios = _ratios((probe.actual, probe.predicted, name) for probe in probes)
-    return median(ratios) if ratios else 1.0
+    return median(_ratios((probe.actual, probe.predicted, name) for probe in probes) or [1.0])
 
 
 def corrected_terms(

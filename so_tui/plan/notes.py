@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 from msgspec import Struct
 
@@ -28,31 +28,30 @@ def _code(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
+@dataclass_transform(frozen_default=True)
 class Fact(Struct, frozen=True, tag_field="code", tag=_code):
     """A fact of a plan; its ``code`` is the class's name in kebab case."""
 
-    words = ""
-    """The fact in words, with a remedy where there is one.
+    @property
+    def words(self) -> str:
+        """The fact in words, with a remedy where there is one.
 
-    Fields are in braces, each with its unit, or with what to say if it is true and if it is not:
-    ``{size:memory}``, ``{raised:more|fewer}``. A clause in brackets is said only if all its fields
-    are known.
-    """
+        Fields are in braces, each with its unit, or with what to say if it is true and if it is
+        not: ``{size:memory}``, ``{raised:more|fewer}``. A clause in brackets is said only if all
+        its fields are known.
+        """
+        return ""
 
-    def say(self, words: str) -> str:
-        """Return a text with this fact's fields in it, as ``words``."""
+    @property
+    def message(self) -> str:
+        """``words`` with this fact's fields in it."""
 
         def known(clause: re.Match[str]) -> str:
             names = [name.partition(".")[0] for _, name, _, _ in _WORDING.parse(clause[1]) if name]
             unknown = any(getattr(self, name) in (None, ()) for name in names)
             return "" if unknown else clause[1]
 
-        return _WORDING.format(_CLAUSE.sub(known, words), self)
-
-    @property
-    def message(self) -> str:
-        """The fact in words."""
-        return self.say(self.words)
+        return _WORDING.format(_CLAUSE.sub(known, self.words), self)
 
 
 class _Wording(Formatter):
@@ -110,7 +109,7 @@ _POOLS = {
 }
 
 
-class Shortage(Fact, frozen=True):
+class Shortage(Fact):
     """A memory pool in which the margin is not left free; ``fatal`` when the pool is too small."""
 
     needs: int
@@ -140,7 +139,7 @@ class NodeNeed(Struct, frozen=True):
     has: int
 
 
-class MemoryNeeded(Fact, frozen=True):
+class MemoryNeeded(Fact):
     """Memory of a plan that may run."""
 
     gpu_bytes: int
@@ -148,7 +147,7 @@ class MemoryNeeded(Fact, frozen=True):
     hosts: tuple[NodeNeed, ...]
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         parts = []
         if self.gpu_bytes:
             of = f" of {memory_size(self.gpu_capacity_bytes)}" if self.gpu_capacity_bytes else ""
@@ -173,7 +172,7 @@ Need = Shortage | MemoryNeeded
 # Why a run can never start here
 
 
-class AmdGpu(Fact, frozen=True):
+class AmdGpu(Fact):
     """A GPU of AMD's with memory of its own. Only APUs are planned for."""
 
     gpu: int
@@ -185,7 +184,7 @@ class AmdGpu(Fact, frozen=True):
     )
 
 
-class ModeNeedsGpu(Fact, frozen=True):
+class ModeNeedsGpu(Fact):
     """``offload.mode = gpu`` on a machine without GPUs."""
 
     machine: str
@@ -193,7 +192,7 @@ class ModeNeedsGpu(Fact, frozen=True):
     words = "offload.mode = gpu needs a GPU, and {machine} has none. Use offload.mode = auto"
 
 
-class EngineNeedsGpu(Fact, frozen=True):
+class EngineNeedsGpu(Fact):
     """DeepSpeed's SuperOffload on a machine without GPUs."""
 
     words = (
@@ -208,7 +207,7 @@ _MAKE_WHOLE = (
 )
 
 
-class TooFewGpus(Fact, frozen=True):
+class TooFewGpus(Fact):
     machine: str
     asked: int
     present: int
@@ -222,7 +221,7 @@ class TooFewGpus(Fact, frozen=True):
     )
 
 
-class NoSuchGpu(Fact, frozen=True):
+class NoSuchGpu(Fact):
     machine: str
     asked: tuple[int, ...]
     missing: int
@@ -237,7 +236,7 @@ class NoSuchGpu(Fact, frozen=True):
     )
 
 
-class SequencesNotShareable(Fact, frozen=True):
+class SequencesNotShareable(Fact):
     """``train.sequence_parallel`` with attention that takes no document boundaries, or with heads
     that the ranks do not divide.
     """
@@ -248,19 +247,19 @@ class SequencesNotShareable(Fact, frozen=True):
     key_heads: int
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if self.backend in MASKED_BACKENDS:
-            return self.say(
+            return (
                 "train.sequence_parallel = {ranks} needs attention that takes document boundaries, "
                 "and {backend} takes a mask. Set it to 1, or run on GPUs with another backend"
             )
-        return self.say(
+        return (
             "train.sequence_parallel = {ranks} cannot divide the model's {heads} heads and "
             "{key_heads} key heads. Choose a divisor of both"
         )
 
 
-class NotBindable(Fact, frozen=True):
+class NotBindable(Fact):
     """The ranks cannot be bound to cores or GPUs."""
 
     problems: tuple[Problem, ...]
@@ -298,7 +297,7 @@ def _setting(change: Change) -> str:
     return f"{change.key} = {value:.2f}" if isinstance(value, float) else f"{change.key} = {value}"
 
 
-class FitsHere(Fact, frozen=True):
+class FitsHere(Fact):
     """Changes with which the run fits on the same GPUs."""
 
     changes: tuple[Change, ...]
@@ -306,7 +305,7 @@ class FitsHere(Fact, frozen=True):
     words = "{changes:settings} fits here"
 
 
-class CompactStatesFit(Fact, frozen=True):
+class CompactStatesFit(Fact):
     """A format of the moments in host memory with which the run fits on the same GPUs. Losses
     differ slightly from those with fp32.
     """
@@ -328,7 +327,7 @@ _MANTISSA_BITS: dict[StatesFormat, int] = {"bf16-moments": 8, "int8-moments": 4}
 _PRICE = "moments have {} bits of mantissa (fp32: 24), rounded at random, so losses differ slightly"
 
 
-class MoreGpusFit(Fact, frozen=True):
+class MoreGpusFit(Fact):
     gpus: int
     micro_batch: int | None = None
     """The smaller micro-batch that it takes there; None where the given one fits."""
@@ -336,7 +335,7 @@ class MoreGpusFit(Fact, frozen=True):
     words = "{gpus} GPUs of this machine fit the run[ with train.micro_batch = {micro_batch}]"
 
 
-class LargerHostFits(Fact, frozen=True):
+class LargerHostFits(Fact):
     """As many GH200 parts with more host memory."""
 
     gpus: int
@@ -351,7 +350,7 @@ class LargerHostFits(Fact, frozen=True):
     )
 
 
-class MoreMachinesFit(Fact, frozen=True):
+class MoreMachinesFit(Fact):
     machines: int
     gpus: int
     micro_batch: int | None = None
@@ -362,7 +361,7 @@ class MoreMachinesFit(Fact, frozen=True):
     )
 
 
-class OtherMachineNeeded(Fact, frozen=True):
+class OtherMachineNeeded(Fact):
     """On a machine without GPUs, where no setting fits."""
 
     words = "use a machine with a GPU, a smaller model, or fewer ranks"
@@ -388,7 +387,7 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
 AdvicePool = Literal["gpu", "node"]
 
 
-class MemoryAdvice(Fact, frozen=True):
+class MemoryAdvice(Fact):
     """After memory ran out: what would need less, the least painful first; on each GPU, or on the
     host for each rank.
     """
@@ -397,7 +396,7 @@ class MemoryAdvice(Fact, frozen=True):
     savings: tuple[MemorySaving, ...]
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.savings:
             return (
                 "Use more GPUs, or a machine with more memory; `so-tui plan` shows what is needed"
@@ -436,23 +435,23 @@ _RECOMPUTES: dict[Policy, str] = {
 }
 
 
-class ModeWithoutGpu(Fact, frozen=True):
+class ModeWithoutGpu(Fact):
     mode: Mode
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if self.mode == "superoffload":
             return (
                 "superoffload: on a machine without GPUs the optimizer runs beside the model, on "
                 "cores of its own"
             )
-        return self.say(
+        return (
             "{mode}: DeepSpeed's SuperOffload needs a GPU; with offload.engine = so-tui the "
             "optimizer would have cores of its own"
         )
 
 
-class AllOnGpu(Fact, frozen=True):
+class AllOnGpu(Fact):
     """Mode ``gpu`` was recommended."""
 
     words = (
@@ -460,7 +459,7 @@ class AllOnGpu(Fact, frozen=True):
     )
 
 
-class NothingOffloaded(Fact, frozen=True):
+class NothingOffloaded(Fact):
     """SuperOffload at ratio 0 was recommended."""
 
     words = (
@@ -469,7 +468,7 @@ class NothingOffloaded(Fact, frozen=True):
     )
 
 
-class LeastGpuMemory(Fact, frozen=True):
+class LeastGpuMemory(Fact):
     """The ratio that takes the least of a GPU whose memory is not known."""
 
     ratio: float
@@ -477,7 +476,7 @@ class LeastGpuMemory(Fact, frozen=True):
     words = "ratio {ratio:.2f} takes the least of the GPU, whose memory is not known"
 
 
-class SmallestRatio(Fact, frozen=True):
+class SmallestRatio(Fact):
     """The smallest ratio that leaves the margin, or at least fits; with what the given ratio would
     be.
     """
@@ -499,7 +498,7 @@ class SmallestRatio(Fact, frozen=True):
     )
 
 
-class FasterRatio(Fact, frozen=True):
+class FasterRatio(Fact):
     """A larger ratio than the smallest that fits: Adam on the host is hidden, and the GPU has less
     to step.
     """
@@ -514,20 +513,20 @@ class FasterRatio(Fact, frozen=True):
     """Memory of each GPU that it leaves beyond what the smallest does."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         both = "{step_s:.2f} s a step instead of {smallest_step_s:.2f} s"
         if self.alike and self.more_gpu_bytes > 0:
-            return self.say(
+            return (
                 "ratio {ratio:.2f}: about as fast as {smallest_ratio:.2f}, which would fit too "
                 f"({both}), and leaves {{more_gpu_bytes:memory}} more of each GPU"
             )
-        return self.say(
+        return (
             "ratio {ratio:.2f}: {smallest_ratio:.2f} would fit too, but the GPU would step more "
             f"itself; {both}"
         )
 
 
-class CheckpointingChosen(Fact, frozen=True):
+class CheckpointingChosen(Fact):
     policy: Policy
     step_s: float | None = None
     full_step_s: float | None = None
@@ -540,7 +539,7 @@ class CheckpointingChosen(Fact, frozen=True):
     )
 
 
-class MicroBatchChosen(Fact, frozen=True):
+class MicroBatchChosen(Fact):
     micro_batch: int
     accumulation: int
     given_micro_batch: int
@@ -555,7 +554,7 @@ class MicroBatchChosen(Fact, frozen=True):
     )
 
 
-class AdamCoresChosen(Fact, frozen=True):
+class AdamCoresChosen(Fact):
     adam_cores: int
     cores: int
     fraction: float
@@ -569,7 +568,7 @@ class AdamCoresChosen(Fact, frozen=True):
     )
 
 
-class SequencesShared(Fact, frozen=True):
+class SequencesShared(Fact):
     """Ranks share each sequence, which would not fit on one of them."""
 
     ranks: int
@@ -580,7 +579,7 @@ class SequencesShared(Fact, frozen=True):
     )
 
 
-class SpeedUnknown(Fact, frozen=True):
+class SpeedUnknown(Fact):
     """No settings were compared, because no speed is known."""
 
     words = "the speed of this machine is not known, so settings were not compared"
@@ -595,7 +594,7 @@ _NOTICEABLE_BYTES = 1 << 29
 """From here on a difference in memory is worth saying."""
 
 
-class NextBest(Fact, frozen=True):
+class NextBest(Fact):
     """The fastest of the settings that were not chosen."""
 
     mode: Mode
@@ -614,12 +613,12 @@ class NextBest(Fact, frozen=True):
     """Whether what layers keep is in host memory."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         """``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks
         for those that were chosen.
         """
         where = "no offload" if self.mode == "gpu" else "{mode} at ratio {ratio:.2f}"
-        settings = self.say(
+        settings = (
             f"{where}, micro-batch {{micro_batch}}, activation checkpointing "
             "{policy}{on_host: in host memory|}"
         )
@@ -635,7 +634,7 @@ class NextBest(Fact, frozen=True):
         return f"{text}: {', '.join(offers)}" if offers else text
 
 
-class NoNextBest(Fact, frozen=True):
+class NoNextBest(Fact):
     fits: bool
     """Whether the chosen settings leave the margin."""
 
@@ -658,8 +657,8 @@ AutoReason = Literal[
 ]
 _WHY_MODE: dict[AutoReason, str] = {
     "no-gpu": "on a machine without GPUs",
-    "offload-does-not-fit": "here: at ratio {ratio:.2f} {short}",
-    "gpu-does-not-fit": "here: without offload {short}",
+    "offload-does-not-fit": "here: at ratio {ratio:.2f}[ {shortage.message}]",
+    "gpu-does-not-fit": "here: without offload[ {shortage.message}]",
     "gpu-memory-unknown": "here: the GPU's memory is not known",
     "weights-on-host": 'here: offload.parameters = "cpu" needs an optimizer in host memory',
     "fits-on-gpu": (
@@ -672,7 +671,7 @@ _WHY_MODE: dict[AutoReason, str] = {
 }
 
 
-class AutoMode(Fact, frozen=True):
+class AutoMode(Fact):
     """What ``offload.mode = auto`` became."""
 
     mode: Mode
@@ -683,16 +682,11 @@ class AutoMode(Fact, frozen=True):
     """Of the alternative; None where it fits."""
 
     @property
-    def message(self) -> str:
-        return self.say("auto is {mode} " + _WHY_MODE[self.why])
-
-    @property
-    def short(self) -> str:
-        """The shortage of the alternative, in words."""
-        return self.shortage.message if self.shortage else "it fits"
+    def words(self) -> str:
+        return "auto is {mode} " + _WHY_MODE[self.why]
 
 
-class AutoCheckpointing(Fact, frozen=True):
+class AutoCheckpointing(Fact):
     """What ``model.activation_checkpointing = auto`` became."""
 
     policy: Policy
@@ -700,7 +694,7 @@ class AutoCheckpointing(Fact, frozen=True):
     words = "activation checkpointing auto is {policy} here: {policy:recomputes}"
 
 
-class TokensReached(Fact, frozen=True):
+class TokensReached(Fact):
     """The accumulation that comes nearest to ``train.tokens_per_step``."""
 
     accumulation: int
@@ -714,7 +708,7 @@ class TokensReached(Fact, frozen=True):
     )
 
 
-class OneMemory(Fact, frozen=True):
+class OneMemory(Fact):
     """CPU and GPU have the same memory: what one of them holds counts once, and offloading frees
     none.
     """
@@ -732,7 +726,7 @@ _WHY_NOTHING_EARLY = {
 }
 
 
-class StepsEarly(Fact, frozen=True):
+class StepsEarly(Fact):
     """Gradient clipping with our engine: how much is stepped before the gradient norm is known."""
 
     share: float
@@ -747,18 +741,18 @@ class StepsEarly(Fact, frozen=True):
     """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.share:
             why = _WHY_NOTHING_EARLY[self.why_none]
             return f"clipping: Adam waits for the gradient norm; {why}"
         of = "" if self.share == 1 else " for {share:share} of what is offloaded"
-        return self.say(
+        return (
             f"clipping: Adam does not wait{of} for the gradient norm; second states take "
             "{bytes:memory} a rank[. Steps above the limit take {held_back_step_s:.2f} s]"
         )
 
 
-class SavesBehind(Fact, frozen=True):
+class SavesBehind(Fact):
     """Checkpoints are written while training goes on."""
 
     share: float
@@ -767,7 +761,7 @@ class SavesBehind(Fact, frozen=True):
     """Host memory per rank for copies that second states do not hold."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         if not self.share:
             return (
                 "checkpoints: training waits while they are written; the host has no memory left "
@@ -780,10 +774,10 @@ class SavesBehind(Fact, frozen=True):
         copies = (
             "copies take {bytes:memory} a rank" if self.bytes else "second states hold the copies"
         )
-        return self.say(f"checkpoints: {much} are written while training goes on; {copies}{rest}")
+        return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
 
 
-class MlpTiled(Fact, frozen=True):
+class MlpTiled(Fact):
     """Feed-forward blocks compute some tokens at a time."""
 
     tile_tokens: int
@@ -791,7 +785,7 @@ class MlpTiled(Fact, frozen=True):
     words = "feed-forward blocks compute {tile_tokens:thousands} tokens at a time"
 
 
-class InputsOnHost(Fact, frozen=True):
+class InputsOnHost(Fact):
     """Inputs of checkpointed layers are in host memory between forward and backward, and
     attention's results where they are kept.
     """
@@ -810,18 +804,18 @@ class InputsOnHost(Fact, frozen=True):
     """By how much that makes a step longer."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         kinds = (("layer inputs", self.bytes), ("attention's results", self.results_bytes))
         kept = " and ".join(name for name, size in kinds if size)
         size = memory_size(self.bytes + self.results_bytes)
-        return self.say(
+        return (
             f"{kept} are in host memory between forward and backward: {size} a rank"
             "[. Copying them takes {out_s:duration} in forward and {back_s:duration} in backward, "
             "{exposed_s:which makes a step {exposed_s:duration} longer|beside the computation}]"
         )
 
 
-class WeightsOnHost(Fact, frozen=True):
+class WeightsOnHost(Fact):
     """Weights are in host memory, and copied to the GPU layer by layer."""
 
     bytes: int
@@ -832,17 +826,17 @@ class WeightsOnHost(Fact, frozen=True):
     """Seconds of the shorter of the two passes of a micro-batch, each of which copies them."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         fetched_s, pass_s = self.fetched_s, self.pass_s
         hides = fetched_s is not None and pass_s is not None and fetched_s < pass_s
         hidden = ", which hides it" if hides else ""
-        return self.say(
+        return (
             "weights are in host memory: {bytes:memory} a rank[. Copying them takes "
             f"{{fetched_s:duration}} of the {{pass_s:duration}} of each pass{hidden}]"
         )
 
 
-class AttentionFallsBack(Fact, frozen=True):
+class AttentionFallsBack(Fact):
     """The attention backend of a run whose model or settings the fastest one does not support."""
 
     backend: AttentionBackend
@@ -852,7 +846,7 @@ class AttentionFallsBack(Fact, frozen=True):
     words = "attention runs on {backend}: {fastest} {obstacle:obstacle}"
 
 
-class AcrossHosts(Fact, frozen=True):
+class AcrossHosts(Fact):
     """Weights, gradients and optimizer states are sharded over the ranks of several hosts, and
     travel between them.
     """
@@ -876,7 +870,7 @@ class AcrossHosts(Fact, frozen=True):
     )
 
 
-class CheckpointInterval(Fact, frozen=True):
+class CheckpointInterval(Fact):
     """How often saving costs the least: read in plans of earlier versions, no longer said."""
 
     minutes: float
@@ -917,7 +911,7 @@ Choice = (
 # What is worth knowing of a plan that may run
 
 
-class NeverRun(Fact, frozen=True):
+class NeverRun(Fact):
     """A kind of GPU on which the project has run nothing: what is said of it follows from
     publications.
     """
@@ -930,7 +924,7 @@ class NeverRun(Fact, frozen=True):
     )
 
 
-class DeepSpeedNvidiaOnly(Fact, frozen=True):
+class DeepSpeedNvidiaOnly(Fact):
     """DeepSpeed's own SuperOffload on a GPU of another vendor."""
 
     words = (
@@ -942,7 +936,7 @@ class DeepSpeedNvidiaOnly(Fact, frozen=True):
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
-class RemoteCode(Fact, frozen=True):
+class RemoteCode(Fact):
     """Every rank runs Python code that comes with the model, with the rights of the user."""
 
     model: str
@@ -950,13 +944,13 @@ class RemoteCode(Fact, frozen=True):
     """Branch, tag or commit; empty for a folder of this host."""
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         where = (
             "{model:line}, revision {revision:line},"
             if self.revision
             else "the folder {model:line}"
         )
-        text = self.say(
+        text = (
             f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch "
             "it only if you have read that code"
         )
@@ -965,7 +959,7 @@ class RemoteCode(Fact, frozen=True):
         return f"{text}. Set model.revision to a commit: a branch or tag can change"
 
 
-class BeyondPositions(Fact, frozen=True):
+class BeyondPositions(Fact):
     """Sequences have room for documents that are longer than the model was made for."""
 
     sequence_length: int
@@ -980,7 +974,7 @@ class BeyondPositions(Fact, frozen=True):
     )
 
 
-class IndexersUntrained(Fact, frozen=True):
+class IndexersUntrained(Fact):
     """Sparse attention's indexers get no gradient: they stay as they are."""
 
     parameters: int
@@ -991,7 +985,7 @@ class IndexersUntrained(Fact, frozen=True):
     )
 
 
-class ClippingWaits(Fact, frozen=True):
+class ClippingWaits(Fact):
     """DeepSpeed's SuperOffload overlaps nothing while it clips."""
 
     seconds: float | None
@@ -1004,7 +998,7 @@ class ClippingWaits(Fact, frozen=True):
     )
 
 
-class FasterOffload(Fact, frozen=True):
+class FasterOffload(Fact):
     """A smaller ratio, or no offload, fits too and is faster."""
 
     mode: Mode
@@ -1013,14 +1007,14 @@ class FasterOffload(Fact, frozen=True):
     given_step_s: float
 
     @property
-    def message(self) -> str:
+    def words(self) -> str:
         what = "offload.mode = gpu" if self.mode == "gpu" else "offload.ratio = {ratio:.2f}"
-        return self.say(
+        return (
             what + " fits too and would take {step_s:.2f} s a step instead of {given_step_s:.2f} s"
         )
 
 
-class FasterStates(Fact, frozen=True):
+class FasterStates(Fact):
     """A smaller format of the moments makes steps faster: the host has memory for more second
     states then. Losses differ slightly.
     """
@@ -1042,7 +1036,7 @@ class FasterStates(Fact, frozen=True):
     )
 
 
-class FasterAttention(Fact, frozen=True):
+class FasterAttention(Fact):
     """An attention backend that is not installed would make steps noticeably faster."""
 
     backend: AttentionBackend
@@ -1056,19 +1050,19 @@ class FasterAttention(Fact, frozen=True):
     )
 
 
-class PcieOffload(Fact, frozen=True):
+class PcieOffload(Fact):
     """The GPU is connected by PCIe, where offloading gains less."""
 
     words = "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
 
 
-class SlowWithoutGpu(Fact, frozen=True):
+class SlowWithoutGpu(Fact):
     parameters: int
 
     words = "{parameters:billions} parameters without a GPU: one step may take hours"
 
 
-class PackingOff(Fact, frozen=True):
+class PackingOff(Fact):
     """Each document is a sequence of its own, and attention takes a mask, so that padding is
     computed.
     """
@@ -1089,7 +1083,7 @@ class PackingOff(Fact, frozen=True):
     )
 
 
-class LargerSteps(Fact, frozen=True):
+class LargerSteps(Fact):
     """More tokens in an optimizer step would train faster."""
 
     step_s: float
@@ -1108,11 +1102,11 @@ class LargerSteps(Fact, frozen=True):
     )
 
 
-class GpuMemoryUnknown(Fact, frozen=True):
+class GpuMemoryUnknown(Fact):
     words = "the GPU's memory size is not known, nor whether the run fits there"
 
 
-class Note(Fact, frozen=True):
+class Note(Fact):
     """A text from elsewhere, such as the inspection of the machine."""
 
     text: str
@@ -1120,7 +1114,7 @@ class Note(Fact, frozen=True):
     words = "{text}"
 
 
-class MoreGpusKeepMargin(Fact, frozen=True):
+class MoreGpusKeepMargin(Fact):
     gpus: int
 
     words = "{gpus} GPUs of this machine leave the margin"

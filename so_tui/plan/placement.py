@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from so_tui.model.profile import ModelProfile, Span, StateLayout, in_tiles
+from so_tui.model.profile import ModelProfile, Span, StateLayout, compute_spans, in_tiles
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
 from so_tui.spec.run_spec import Mode, RunSpec
@@ -30,8 +30,10 @@ class Placement:
     """What these may take."""
     copies_bytes: int = 0
     """What copies of states may take, from which checkpoints are written."""
-    rounds_pinned: bool = False
-    """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
+    pinned_rounded: bool = False
+    """Whether torch rounds pinned blocks up to powers of two (before 2.13). Without CUDA there are
+    none.
+    """
 
     @property
     def mode(self) -> Mode:
@@ -41,11 +43,6 @@ class Placement:
     def gpu(self) -> Location:
         """Where GPU memory is counted."""
         return "gpu" if self.has_gpu and not self.one_memory else "node"
-
-    @property
-    def pinned_rounded(self) -> bool:
-        """Whether pinned blocks cost more than their size. Without CUDA there are none."""
-        return self.rounds_pinned and self.has_gpu
 
     @property
     def tokens(self) -> int:
@@ -96,7 +93,7 @@ class Placement:
     @property
     def compute_spans(self) -> tuple[Span, ...]:
         """When a forward pass uses each sub-group."""
-        return self.profile.compute_spans(self.layout.ranks, self.spec.offload.sub_group_size)
+        return compute_spans(self.profile, self.layout.ranks, self.spec.offload.sub_group_size)
 
 
 def power_of_two(size: int) -> int:

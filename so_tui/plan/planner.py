@@ -16,8 +16,8 @@ from so_tui.machine.types import Machine
 from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
 from so_tui.plan.binding import whole_gpus
-from so_tui.plan.fit import Assessment, Target, node_needs, target_of
-from so_tui.plan.measured import correcting, corrects_passes
+from so_tui.plan.fit import Assessment, node_needs, target_of
+from so_tui.plan.measured import correcting, tells_computing
 from so_tui.plan.notes import (
     AttentionFallsBack,
     AutoCheckpointing,
@@ -47,7 +47,7 @@ from so_tui.plan.search import (
 )
 from so_tui.plan.step_time import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES
-from so_tui.plan.workload import Workload, seen
+from so_tui.plan.workload import Workload
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import Preset, RunSpec
 
@@ -70,19 +70,12 @@ def make_plan(
         probed: Whether probes of this model on this machine correct the prediction.
     """
     spec = as_read(spec, machine)
-    target = _target(spec, machine, workload, probed=probed)
+    target = target_of(spec, machine, workload=workload, probed=probed)
     found = decided_settings(spec, target)
     decided: list[Choice] = [*found.why]
     if spec.model.activation_checkpointing == "auto" and target.resources.speed is not None:
         decided.append(AutoCheckpointing(policy=found.best.spec.model.policy))
     return _plan(spec, found.best, decided)
-
-
-def _target(
-    spec: RunSpec, machine: Machine, workload: Workload | None = None, *, probed: bool = True
-) -> Target:
-    known = seen(spec) if workload is None else None
-    return target_of(spec, machine, workload=known.workload if known else workload, probed=probed)
 
 
 def recommend(spec: RunSpec, machine: Machine) -> Plan:
@@ -103,7 +96,7 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
 
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
-    target = _target(wanted, machine)
+    target = target_of(wanted, machine)
     chosen, tried, _ = best_settings(wanted, target)
     chosen = with_fitting_cores(chosen)
     reasons = tuple(choices(wanted, chosen, tried))
@@ -187,8 +180,12 @@ def _plan(
     demand, supply, ranks = found.demand, resources.supply, found.target.ranks
     blocked = tuple(blockers(spec, resources))
     fits = not blocked and found.fits
+    needed: tuple[Need, ...] = ()
     proposed: tuple[Remedy, ...] = ()
-    if not blocked and not fits:
+    if fits:
+        needs = node_needs(demand, supply)
+        needed = (MemoryNeeded(demand.gpu_bytes, supply.gpu_bytes, needs),)
+    elif not blocked:
         proposed = tuple(remedies(spec, target, searched=searched))
     length, accumulated = spec.data.sequence_length, spec.gradient_accumulation_steps
     sequences = spec.replicas * spec.train.micro_batch * accumulated
@@ -218,7 +215,8 @@ def _plan(
         possible=not blocked,
         reasons=(
             *blocked,
-            *_needs(found, blocked=bool(blocked)),
+            *(() if blocked and found.fits else found.shortages),
+            *needed,
             *proposed,
             *((*decided, *_settled(spec, found)) if fits else ()),
         ),
@@ -260,7 +258,7 @@ def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     target, mode = found.target, found.mode
     host_weights = found.spec.offload.keeps_weights_on_host
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
-    passes = corrects_passes(near, host_weights=host_weights)
+    passes = host_weights or any(map(tells_computing, near))
     near = [probe for probe in near if passes or probe.mode == mode]
     weights: Literal["", "gpu", "host"] = "gpu" if host_weights else "host"
     return SpeedSource(
@@ -274,17 +272,6 @@ def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     )
 
 
-def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
-    """Return where memory is short, and what a plan that may run needs."""
-    demand, supply = found.demand, found.target.resources.supply
-    if not found.fits:
-        return found.shortages
-    if blocked:
-        return ()
-    needed = MemoryNeeded(demand.gpu_bytes, supply.gpu_bytes, node_needs(demand, supply))
-    return (*found.shortages, needed)
-
-
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     """Yield what became of a target of tokens per optimizer step, rounding included, of memory, of
     speculation, and of checkpoints.
@@ -292,7 +279,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     placement, resources, model = found.placement, found.target.resources, found.model
     if resources.supply.one_memory:
         yield OneMemory()
-    if can_speculate(found.spec) and found.layout.cpu_numel:
+    if can_speculate(found.spec) and placement.layout.cpu_numel:
         second = found.bytes_of("second-states")
         # The step whose gradient norm exceeds the limit, so that Adam waits for it.
         held_back = found.step_with(speculating=()) if second else None
@@ -352,7 +339,7 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     if found.speculation_gains_nothing:
         return "slower"
     given = found.spec.offload.speculation_gib * 2**30
-    numels = (group.numel for group in found.layout.cpu_groups)
+    numels = (group.numel for group in found.placement.layout.cpu_groups)
     return "budget" if 0 < given < second_states_bytes(found.spec) * min(numels) else "memory"
 
 

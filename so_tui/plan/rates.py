@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import log
 from operator import attrgetter
 from pathlib import Path
@@ -332,37 +330,28 @@ prepare(Constants)
 
 
 _CONTENT = PATH.read_bytes()
-_SHIPPED = msgspec.json.decode(_CONTENT, type=Constants)  # noqa: TID251 -- a file of the package
+SHIPPED = msgspec.json.decode(_CONTENT, type=Constants)  # noqa: TID251 -- a file of the package
 DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
 """Name of the constants that came with the program, recorded with whatever was predicted from
 them.
 """
-_others: list[Constants] = []
 
 
 def constants() -> Constants:
-    """Return the constants that came with the program, or those of ``using``."""
-    return _others[-1] if _others else _SHIPPED
-
-
-@contextmanager
-def using(other: Constants) -> Iterator[None]:
-    """Predict with other constants within this context, as fitting does. Not safe with threads."""
-    _others.append(other)
-    try:
-        yield
-    finally:
-        _others.pop()
+    """Return the constants that came with the program; fitting puts others in their place."""
+    return SHIPPED
 
 
 def published_speed(gpu_name: str) -> Speed | None:
     """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is
     known of it.
     """
-    for kind in constants().machines:
-        if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE):
-            return kind
-    return None
+    found = (
+        kind
+        for kind in constants().machines
+        if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)
+    )
+    return next(found, None)
 
 
 def _interpolated(points: Points, cores: int) -> float:

@@ -159,14 +159,12 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
 
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
-    policy = chosen.spec.model.policy
-    found = CheckpointingChosen(policy=policy)
-    if policy == "full" or not chosen.step:
-        return found
-    full = assess(with_policy(chosen.spec, "full"), chosen.target).step
-    if not full:
-        return found
-    return replace(found, step_s=chosen.step.total_s, full_step_s=full.total_s)
+    policy, step, full = chosen.spec.model.policy, chosen.step, None
+    if step and policy != "full":
+        full = assess(with_policy(chosen.spec, "full"), chosen.target).step
+    if not step or not full:
+        return CheckpointingChosen(policy=policy)
+    return CheckpointingChosen(policy=policy, step_s=step.total_s, full_step_s=full.total_s)
 
 
 def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
@@ -175,14 +173,13 @@ def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
     before = assess(
         in_mode(with_micro_batch(spec, micro_batch), mode, spec.offload.ratio), chosen.target
     )
-    found = MicroBatchChosen(
+    return MicroBatchChosen(
         micro_batch=spec.train.micro_batch,
         accumulation=spec.gradient_accumulation_steps,
         given_micro_batch=micro_batch,
+        given_shortage=before.worst,
+        given_slower=_slower(chosen, before) if before.rate and not before.worst else None,
     )
-    if before.shortages:
-        return replace(found, given_shortage=before.worst)
-    return replace(found, given_slower=_slower(chosen, before)) if before.rate else found
 
 
 def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
@@ -322,7 +319,7 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     fastest = max((other.rate for other in fitting), default=0.0)
     for other in fitting:
         fast = about_as_fast(other.rate, fastest) and surely_faster(other.rate, found.rate)
-        if fast and other.step is not None:
+        if fast and other.step:
             yield FasterStates(
                 states=other.spec.offload.states,
                 step_s=other.step.total_s,

@@ -139,7 +139,7 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
             yield CompactStatesFit(
                 states=states,
-                saved_bytes=int(each * found.layout.cpu_numel) * target.resources.ranks,
+                saved_bytes=int(each * found.placement.layout.cpu_numel) * target.resources.ranks,
             )
             return
 

@@ -57,7 +57,6 @@ class Supply(Struct, frozen=True):
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     machine: Machine
-    gpus: Gpus
     ranks: int
     has_gpu: bool
     """Whether the machine has GPUs at all; without them ranks run on the CPU."""
@@ -133,7 +132,6 @@ def calibrated_resources(
     fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
     return Resources(
         machine=machine,
-        gpus=gpus,
         ranks=gpus if isinstance(gpus, int) else len(gpus),
         has_gpu=bool(machine.gpus),
         gpu_name=name,
@@ -161,13 +159,11 @@ def _bound(
     split, name = tuple(gpu.index for gpu in machine.gpus if gpu.mig), machine.label
     if machine.gpus and isinstance(gpus, int) and gpus > len(whole):
         return TooFewGpus(machine=name, asked=gpus, present=len(whole), split=split), ()
-    if machine.gpus and not isinstance(gpus, int):
-        for index in gpus:
-            if index not in whole:
-                found = NoSuchGpu(
-                    machine=name, asked=gpus, missing=index, present=whole, split=split
-                )
-                return found, ()
+    asked = () if isinstance(gpus, int) else gpus
+    missing = [index for index in asked if index not in whole]
+    if machine.gpus and missing:
+        first = missing[0]
+        return NoSuchGpu(machine=name, asked=asked, missing=first, present=whole, split=split), ()
     try:
         return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
     except InputError as error:

@@ -509,14 +509,12 @@ def with_fitting_cores(chosen: Assessment) -> Assessment:
         return chosen
     if target.resources.speed is None or target.resources.problem:
         return chosen
-    found = []
-    for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
-        varied = spec.changed("offload", cpu_adam_cores_fraction=fraction)
-        step = chosen.step_with(target.on(varied), spec=varied)
-        if step is not None:
-            found.append((step.total_s, varied))
-    quickest = min((seconds for seconds, _ in found), default=0.0)
-    fitting = next((varied for seconds, varied in found if seconds <= 1.002 * quickest), None)
+    fractions = sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction})
+    varied = [spec.changed("offload", cpu_adam_cores_fraction=fraction) for fraction in fractions]
+    steps = [(each, chosen.step_with(target.on(each), spec=each)) for each in varied]
+    known = [(step.total_s, each) for each, step in steps if step]
+    quickest = min((seconds for seconds, _ in known), default=0.0)
+    fitting = next((each for seconds, each in known if seconds <= 1.002 * quickest), None)
     return assess(fitting, target.on(fitting)) if fitting else chosen
 
 

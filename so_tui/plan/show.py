@@ -10,7 +10,7 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
@@ -82,11 +82,9 @@ def _workload_text(workload: Workload | None) -> str:
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
     """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
-    rows = []
-    for plan in plans:
-        row = plan_tree(plan)
+    rows = [plan_tree(plan) | {"settings": settings_of(plan.spec)} for plan in plans]
+    for row in rows:
         del row["spec"]
-        rows.append(row | {"settings": settings_of(plan.spec)})
     return {"plans": rows}
 
 
@@ -177,6 +175,13 @@ _POOLS: dict[MemoryPool, str] = {
     "shm": "shm",
     "unknown": "host",
 }
+_PLAIN: dict[str, Any] = {
+    "box": SIMPLE_HEAD,
+    "pad_edge": False,
+    "header_style": "bold",
+    "show_edge": False,
+}
+"""Of a table with a line below its headings."""
 _BAR_WIDTH = 28
 _NONE = "—"
 _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
@@ -219,14 +224,14 @@ def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
     counts = sorted({count for row in rows for count in row.cells})
     narrow = width < _WITH_FACTS + _WIDE_CELL * len(counts)
     compact = width < _NAME + _CELL * len(counts)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("model", no_wrap=True)
-    if not narrow:
-        table.add_column("parameters", justify="right", no_wrap=True)
-        table.add_column("tokens", justify="right", no_wrap=True)
     hosts = "".join({f"{row.nodes} x " for row in rows if row.nodes > 1})
-    for count in counts:
-        table.add_column(f"{hosts}{plural(count, unit)}", no_wrap=True)
+    shown = [] if narrow else ["parameters", "tokens"]
+    table = Table(
+        Column("model", no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in shown),
+        *(Column(f"{hosts}{plural(count, unit)}", no_wrap=True) for count in counts),
+        **_PLAIN,
+    )
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
         cells = [_cell(plan, narrow=narrow, compact=compact) for plan in row.cells.values()]
@@ -290,16 +295,12 @@ def render_comparison(
     predicted, measured, error).
     """
     table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="bold",
-        show_edge=False,
+        Column(no_wrap=True),
+        *(Column(heading, justify="right") for heading in ("predicted", "measured", "error")),
         title=f"probe: {settings}",
         title_justify="left",
+        **_PLAIN,
     )
-    table.add_column("", no_wrap=True)
-    for heading in ("predicted", "measured", "error"):
-        table.add_column(heading, justify="right")
     for name, predicted, measured, error in rows:
         table.add_row(
             name,
@@ -312,20 +313,17 @@ def render_comparison(
 
 def _headline(plan: Plan) -> Text:
     (sign, style), spec = _SIGNS[plan.verdict], plan.spec
-    how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    how += (
-        f", micro-batch {spec.train.micro_batch}, activation checkpointing "
-        f"{spec.model.activation_checkpointing}"
-    )
-    ranks = plural(plan.gpus, "GPU" if plan.on_gpus else "rank")
-    ranks += f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
+    mode = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    nodes = f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
+    ranks = f"{plural(plan.gpus, 'GPU' if plan.on_gpus else 'rank')}{nodes}"
     seconds = plan.step_s if plan.fits else None
     step = f"   {seconds:.2f} s{plan.step_error_text} a step" if seconds else ""
     return Text.assemble(
         (spec.label, "bold"),
         f" on {ranks}: ",
         (f"{sign} {plan.verdict}", style),
-        f"{step}   {how}",
+        f"{step}   {mode}, micro-batch {spec.train.micro_batch}, activation checkpointing "
+        f"{spec.model.activation_checkpointing}",
         (f"   recommended for {ranks}" if plan.recommended else "", "bold"),
         ("   planned, never run" if plan.never_run else "", "yellow"),
     )
@@ -336,17 +334,26 @@ def _heading(title: str, total: int, capacity: int | None, size: Callable[[int],
     if not capacity:
         return text.append(size(total))
     filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
-    text.append("▇" * filled, "red" if total > capacity else "cyan")
-    text.append("░" * (_BAR_WIDTH - filled), "dim")
-    return text.append(f"  {size(total)} of {size(capacity)}")
+    return text.append_tokens(
+        [
+            ("▇" * filled, "red" if total > capacity else "cyan"),
+            ("░" * (_BAR_WIDTH - filled), "dim"),
+            (f"  {size(total)} of {size(capacity)}", None),
+        ]
+    )
 
 
 def _terms(terms: Sequence[MemoryTerm], size: Callable[[int], str]) -> RenderableType:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
-    table.add_column(style="dim", ratio=2)
+    table = Table(
+        Column(justify="right", no_wrap=True),
+        Column(no_wrap=True),
+        Column(ratio=1),
+        Column(style="dim", ratio=2),
+        box=None,
+        show_header=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for term in terms:
         name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
         table.add_row(size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
@@ -378,15 +385,13 @@ def _step(plan: Plan) -> RenderableType:
             f"{'' if error.checked else where}",
             "dim",
         )
-    table = Table.grid()
-    table.add_column(width=22)
+    table = Table.grid(Column(width=22))
     table.add_row(text, said)
     return table
 
 
 def _binding(plan: Plan) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in (
+    table = Table(
         "rank",
         "GPU",
         "node",
@@ -394,8 +399,11 @@ def _binding(plan: Plan) -> RenderableType:
         "CPU-Adam cores",
         "memory",
         "DeepSpeed by itself",
-    ):
-        table.add_column(heading)
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        padding=(0, 2, 0, 0),
+    )
     for rank in plan.binding:
         policy = rank.memory_policy
         table.add_row(
@@ -434,12 +442,10 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
 
 
 def _parameters(row: PlanRow) -> str:
-    if row.parameters < 1e8:
-        total = f"{row.parameters / 1e6:.1f} M"
-    else:
-        total = f"{row.parameters / 1e9:.1f} B"
-    active = f", {row.active_parameters / 1e9:.1f} active"
-    return total + (active if row.active_parameters < row.parameters else "")
+    if row.active_parameters < row.parameters:
+        return f"{row.parameters / 1e9:.1f} B, {row.active_parameters / 1e9:.1f} active"
+    small = row.parameters < 1e8
+    return f"{row.parameters / 1e6:.1f} M" if small else f"{row.parameters / 1e9:.1f} B"
 
 
 def _shortfall(plan: Plan, narrow: bool) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -21,7 +21,7 @@ from so_tui.model.profile import WEIGHT_BYTES, StateLayout, offloaded_bytes
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import PlannedRates, StepTime
-from so_tui.plan.rates import Speed, StepConstants, constants
+from so_tui.plan.rates import Speed, StepConstants
 from so_tui.plan.resources import exchanged_bytes
 from so_tui.plan.terms import MemoryTerm, sized
 from so_tui.plan.workload import Workload
@@ -101,49 +101,6 @@ class _Update(NamedTuple):
     """New weights that are copied to the GPU; none where they stay in host memory."""
 
 
-def _arrivals(
-    updates: Iterable[_Update], h2d_bytes_per_s: float, copy_latency_s: float
-) -> list[tuple[float, float]]:
-    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
-    each sub-group.
-
-    The worker takes the ready sub-group that a forward pass uses first.
-
-    Args:
-        updates: The sub-groups.
-        h2d_bytes_per_s: Rate of the copies.
-        copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
-    """
-    coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
-    ready: list[tuple[float, int, _Update]] = []
-    worker = copies = float("-inf")
-    found = []
-    while coming or ready:
-        if not ready:
-            worker = max(worker, coming[-1].ready_s)
-        while coming and coming[-1].ready_s <= worker:
-            heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
-        begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
-        worker += adam_s
-        copies = max(copies, worker + copy_latency_s) + weights_bytes / h2d_bytes_per_s
-        found.append((begin, copies))
-    return found
-
-
-def _weight_wait_s(
-    updates: Iterable[_Update],
-    h2d_bytes_per_s: float,
-    copy_latency_s: float,
-    forward_s: float,
-    forward_begins_s: float,
-) -> float:
-    """Return how long the forward after a step waits for weights that are still to be updated or
-    copied. Arguments as ``_arrivals``.
-    """
-    found = _arrivals(updates, h2d_bytes_per_s, copy_latency_s)
-    return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))
-
-
 # Predicts what the optimizer adds to a step: what nothing hides of stepping, and of copying
 # gradients and weights.
 #
@@ -178,17 +135,17 @@ class StepModel:
 
     placement: Placement
     speed: Speed
-    workload: Workload = field(default_factory=Workload)
-    attention: AttentionBackend = "torch-flash"
-    between_hosts_bytes_per_s: float | None = None
+    workload: Workload
+    attention: AttentionBackend
+    between_hosts_bytes_per_s: float | None
     """How fast a collective enters and leaves each of several hosts; None on one."""
     fetches: bool = True
     """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
-    adam_cores: int = 1
+    adam_cores: int
     """Cores that run CPU Adam for one rank."""
-    ranks_per_node: int = 1
+    ranks_per_node: int
     """Ranks that share their node's memory."""
-    use: StepConstants = field(default_factory=lambda: constants().step)
+    use: StepConstants
 
     def step_time(self) -> StepTime:
         """Return the seconds of one optimizer step."""
@@ -383,9 +340,8 @@ class StepModel:
         spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
         if not spec.offload.own_engine or not cpu_numel:
             return None
-        least_share = 1.0
-        if self._clipped:
-            least_share = min(self.use.clipped_adam_share, self.use.speculative_adam_share)
+        shares = (self.use.clipped_adam_share, self.use.speculative_adam_share)
+        least_share = min(shares) if self._clipped else 1.0
         return PlannedRates(
             adam_bytes_per_s=least_share * self._adam_bytes_per_s,
             d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
@@ -473,18 +429,36 @@ class StepModel:
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
         """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the
-        worker steps the others.
+        worker steps the others, and the forward after it waits for weights that are still to be
+        updated or copied.
         """
-        norm_s = self._norm_s()
+        norm_s, forward_s = self._norm_s(), self.one_pass.forward_s
         updates = list(self._updates(norm_s))
         begins_s = max(on_gpu_s + norm_s, self._early_stepped_s(updates, norm_s))
-        return begins_s + _weight_wait_s(
-            updates,
-            self.speed.h2d_bytes_per_s,
-            self.use.weight_copy_latency_s,
-            self.one_pass.forward_s,
-            begins_s,
-        )
+        found = self._arrivals(updates)
+        return begins_s + max(0.0, *(at - begins_s - begin * forward_s for begin, at in found))
+
+    def _arrivals(self, updates: Iterable[_Update]) -> list[tuple[float, float]]:
+        """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
+        each sub-group.
+
+        The worker takes the ready sub-group that a forward pass uses first.
+        """
+        latency_s, bytes_per_s = self.use.weight_copy_latency_s, self.speed.h2d_bytes_per_s
+        coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
+        ready: list[tuple[float, int, _Update]] = []
+        worker = copies = float("-inf")
+        found = []
+        while coming or ready:
+            if not ready:
+                worker = max(worker, coming[-1].ready_s)
+            while coming and coming[-1].ready_s <= worker:
+                heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
+            begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
+            worker += adam_s
+            copies = max(copies, worker + latency_s) + weights_bytes / bytes_per_s
+            found.append((begin, copies))
+        return found
 
     @property
     def _clipped(self) -> bool:
@@ -544,8 +518,7 @@ class StepModel:
         if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
             return 0.0
         early = [update for update in updates if update.ready_s < norm_s or not self._clipped]
-        found = _arrivals(early, self.speed.h2d_bytes_per_s, self.use.weight_copy_latency_s)
-        return max((at for _, at in found), default=0.0)
+        return max((at for _, at in self._arrivals(early)), default=0.0)
 
 
 # How many sub-groups can be stepped before the gradient norm is known. Each needs a second set of
@@ -565,17 +538,11 @@ class SecondStates(Struct, frozen=True):
     """The sub-groups of one rank that have a second set of states."""
 
     sub_groups: tuple[int, ...]
-    numel: int
     budget_bytes: int
     """What they may take, and what they were chosen for: with the same budget, the engine chooses
     the same.
     """
-    parameter_bytes: float
-
-    @property
-    def term(self) -> MemoryTerm:
-        note = " (a second set of states and weights)"
-        return sized("second-states", "node", "exact", self.parameter_bytes, self.numel, note)
+    term: MemoryTerm
 
 
 def second_states_bytes(spec: RunSpec) -> float:
@@ -619,26 +586,18 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     if not found:
         return None
     indices = tuple(sorted(group.index for group in found))
-    return SecondStates(indices, sum(group.numel for group in found), budget, each)
-
-
-class _Chosen(Struct, frozen=True):
-    """What the plan gives to second states."""
-
-    second: SecondStates | None
-    step: StepTime | None
-    """With it, where the choice needed to know."""
-    gains_nothing: bool = False
-    """Whether there was memory for second states, but they would make the step no faster."""
+    numel, note = sum(group.numel for group in found), " (a second set of states and weights)"
+    return SecondStates(indices, budget, sized("second-states", "node", "exact", each, numel, note))
 
 
 def choose(
     placement: Placement,
     room: Callable[[], int],
     step_of: Callable[[SecondStates | None], StepTime | None],
-) -> _Chosen:
+) -> tuple[SecondStates | None, StepTime | None, bool]:
     """Return the second states with which a step is the fastest, where the spec leaves that to the
-    plan.
+    plan; the step with them, where the choice needed to know; and whether there was memory for
+    them, but they would make the step no faster.
 
     Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is
     stepped in place, at a higher rate.
@@ -651,10 +610,10 @@ def choose(
     """
     second = second_states(placement, room)
     if second is None or placement.spec.offload.speculation != "auto":
-        return _Chosen(second, None)
+        return second, None, False
     held_back, step = step_of(None), step_of(second)
     if held_back is None or step is None:
-        return _Chosen(second, None)
+        return second, None, False
     tried: list[tuple[SecondStates, StepTime]] = [(second, step)]
     if step.exposed_optimizer_s > _LONG_WAIT * step.total_s:
         for share in _SHARES:
@@ -663,5 +622,5 @@ def choose(
                 tried.append((fewer, found))
     best, step = min(tried, key=lambda found: found[1].total_s)
     if step.total_s >= held_back.total_s:
-        return _Chosen(None, held_back, gains_nothing=True)
-    return _Chosen(best, step)
+        return None, held_back, True
+    return best, step, False

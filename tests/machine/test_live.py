@@ -27,7 +27,7 @@ def test_agrees_with_the_kernel(here: Machine) -> None:
     assert here.hostname == os.uname().nodename
     assert here.architecture == os.uname().machine
     assert here.page_size_bytes == os.sysconf("SC_PAGE_SIZE")
-    assert set(here.allowed_cpus) <= os.sched_getaffinity(0)
+    assert set(here.allowed_cpus) == os.sched_getaffinity(0)
     assert set(here.allowed_cpus) <= set(here.online_cpus)
     assert here.host_memory_bytes > 0
     assert here.cpu_name != "unknown"

@@ -23,7 +23,7 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetMigMode": [0, 0],
     "nvmlSystemGetDriverVersion": "580.95.05",
 }
-BUS_IDS = (b"00000000:3A:00.0", b"00000000:3B:00.0")
+BUS_IDS = ("00000000:3A:00.0", "00000000:3B:00.0")
 OF_EACH: dict[str, Any] = {
     "nvmlDeviceGetHandleByIndex": lambda index: index,
     "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(busId=BUS_IDS[index]),

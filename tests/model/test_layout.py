@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from so_tui.model.profile import StateLayout, _sub_groups_on_gpu, profile_of
+from so_tui.model.profile import StateLayout, _sub_groups_on_gpu, compute_spans, profile_of
 from so_tui.model.sharding import gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock, Tensor
 from tests.support.problems import rejected
@@ -106,7 +106,7 @@ def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
 
 def test_forward_uses_sub_groups_by_products() -> None:
     profile = profile_of(model())
-    spans = profile.compute_spans(1, 1)
+    spans = compute_spans(profile, 1, 1)
     assert spans[0] == (0.0, 0.0), "the embedding takes no time"
     assert [round(end, 3) for _, end in spans[1:4]] == [0.333, 0.667, 1.0]
 

@@ -63,7 +63,7 @@ def with_bus(target: Target, **rates: float) -> Target:
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
 def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> None:
     before, after = where_they_are(offload__ratio=ratio)
-    layout, profile = after.layout, after.target.profile
+    layout, profile = after.placement.layout, after.target.profile
     layer = profile.largest_layer
     moved = 2 * layout.cpu_numel
     assert sizes_of(before, "weights") == [("gpu", 2 * layout.numel)]
@@ -83,18 +83,19 @@ def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> Non
 def test_second_states_need_no_second_buffer() -> None:
     found = where_they_are(offload__speculation="on", train__gradient_clipping="1")
     taken = [one.bytes_of("second-states") for one in found]
-    assert taken == [14 * found[0].layout.cpu_numel, 12 * found[1].layout.cpu_numel]
+    numels = [each.placement.layout.cpu_numel for each in found]
+    assert taken == [14 * numels[0], 12 * numels[1]]
 
 
 def test_zero_offload_keeps_all_weights_on_the_host() -> None:
     found = assessed("zerooffload", offload__ratio="0.5", **ON_HOST)
-    assert sizes_of(found, "host-weights") == [("node", 2 * found.layout.numel)]
+    assert sizes_of(found, "host-weights") == [("node", 2 * found.placement.layout.numel)]
     assert not sizes_of(found, "weights")
 
 
 def test_each_of_several_ranks_fetches_its_shards() -> None:
     found = assessed(gpus="2", offload__ratio="1", **ON_HOST)
-    layout, profile = found.layout, found.target.profile
+    layout, profile = found.placement.layout, found.target.profile
     assert sizes_of(found, "host-weights") == [("node", 2 * layout.numel)]
     share = max(live_parameters(profile.largest_layer, 2), profile.largest_parameter) / 2
     ((_, fetched),) = sizes_of(found, "fetched-weights")
@@ -109,7 +110,7 @@ def test_fetching_weights_is_hidden_where_the_bus_is_fast() -> None:
     assert (quick.forward_s, quick.backward_s) == (resting.forward_s, resting.backward_s)
     assert quick.exposed_optimizer_s <= resting.exposed_optimizer_s, "new weights stay there"
     slow = some(found.step_with(with_bus(found.target, h2d_bytes_per_s=2e9)))
-    copied_s = 2 * found.layout.numel / 2e9
+    copied_s = 2 * found.placement.layout.numel / 2e9
     assert slow.backward_s == pytest.approx(copied_s)
     assert copied_s < slow.forward_s < 1.1 * copied_s
     assert some(some(found.model).rates()).h2d_bytes == 0

@@ -24,7 +24,7 @@ import psutil
 
 from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
-from so_tui.machine.system_files import KIB, SystemFiles, meminfo
+from so_tui.machine.system_files import SystemFiles, meminfo
 from so_tui.machine.types import Cpus, Gpu, Machine, NumaNode
 from so_tui.runs.records import (
     ForeignProcesses,
@@ -37,6 +37,7 @@ from so_tui.runs.records import (
     Sample,
 )
 from so_tui.runs.samples import MOST_FOREIGN
+from so_tui.units import KIB
 
 # The processes that a user of this host looks for: those that use GPUs, those that are bound to
 # cores, and those that compute.

@@ -60,7 +60,6 @@ def convert(request: Answer) -> Iterator[Answer]:
 def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     import so_tui
     import superoffload
-    from so_tui.model.profile import trainable
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer.checkpoint_folder import Found, optimizer_folder
     from so_tui_trainer.export import ExportMarker, refuse_without_room, replacing, target_of
@@ -72,7 +71,7 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     spec = read_spec(run)
     refuse_without_room(
         folder,
-        _STATES_BYTES * sum(parameter.numel for parameter in trainable(spec.model.parameters)),
+        _STATES_BYTES * spec.model.parameter_count,
     )
 
     def write(found: Found) -> int:
@@ -100,7 +99,7 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 
 def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
-    from so_tui.model.profile import trainable
+    from so_tui.model.profile import profile_of
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.directory import run_id
     from so_tui_trainer import checkpoint_folder
@@ -109,7 +108,8 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     run = RunDirectory(path)
     spec = read_spec(run)
     found = _read(source.expanduser())
-    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
+    parameters = profile_of(spec.model).trainable
+    wanted = {parameter.name: parameter.numel for parameter in parameters}
     if differing := sorted({name for name, _ in wanted.items() ^ found.numels.items()}):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
         raise reject(
