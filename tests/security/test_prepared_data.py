@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from so_tui_trainer.model.stored import shards
+from tests.support.problems import rejected
 from tests.support.users import SharedMachine
 from tests.support.waiting import LIMIT_S
 
@@ -236,3 +238,11 @@ def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
             assert said == ("name-of-a-folder" if refused and source == name else same)
     machine.other.give(machine.scratch)
     assert machine.owner.python(code, "").stdout.strip() == ""
+
+
+@pytest.mark.parametrize("named", ["/home/ann/private.safetensors", "../private.safetensors"])
+def test_an_index_that_names_weights_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
+    index = json.dumps({"weight_map": {"a": named}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with rejected("weights-elsewhere"):
+        shards(tmp_path)
