@@ -118,6 +118,7 @@ class Stage:
         umask: int = 0o022,
         group: int = 0,
         terminal: int | None = None,
+        folder: Path = Path("/"),
         **changes: str,
     ) -> Command:
         """Start a command as a user, in a session of its own."""
@@ -131,7 +132,7 @@ class Stage:
                 extra_groups=[PROJECT],
                 umask=umask,
                 env=user.environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", **changes),
-                cwd="/",
+                cwd=folder,
                 stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=file if terminal is None else terminal,
                 stderr=subprocess.STDOUT if terminal is None else terminal,

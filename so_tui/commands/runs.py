@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
-from so_tui.runs.directory import refuse_another_users, saved_on_disk
+from so_tui.runs.directory import asked_run, saved_on_disk
 from so_tui.runs.export import export_metrics
 from so_tui.runs.listing import RunNotes, changed_tags, read_notes, write_notes
 from so_tui.runs.liveness import sighting, suspended
@@ -378,8 +378,8 @@ def stop(arguments: Namespace) -> int:
     if state.state in FINAL_STATES:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
-    refuse_another_users(run)
-    saved = ""
+    with asked_run(run):  # refuses another user's before anything is said
+        saved = ""
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
     else:

@@ -33,7 +33,6 @@ from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import (
     Distrust,
     NotOwnError,
-    distrust_of_folder,
     names_in,
     read_bounded,
     read_own,
@@ -467,18 +466,29 @@ def exchanged(run: RunDirectory, known: str) -> bool:
     return False
 
 
-def refuse_another_users(run: RunDirectory) -> None:
-    """Refuse to ask anything of another user's run, or through a link.
+@contextlib.contextmanager
+def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Open the folder of a run of which something is asked, and refuse another user's, or a link.
 
-    One's own run may be asked even if others can write to it: a request starts nothing.
+    One's own run may be asked even if others can write to it: a request starts nothing. The yielded
+    run reads and writes in this folder, whatever has its name meanwhile.
 
     Raises:
         Refused: The folder, or its folder of requests, is another user's or a link.
+        OSError: There is no such folder.
     """
-    for folder in (run.path, run.control_dir):
-        distrust = distrust_of_folder(folder)
-        if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
-            raise Refused([_refusal(run, NotOwnError(folder, distrust))])
+    try:
+        folder = None if run.folder else open_named(run.path)
+    except NotADirectoryError:
+        raise Refused([_refusal(run, NotOwnError(run.path, Distrust.WRONG_KIND))]) from None
+    with folder or contextlib.nullcontext():
+        opened = RunDirectory(run.path, run.folder or folder)
+        assert opened.folder is not None
+        for name in (".", "control"):
+            distrust = opened.folder.distrust_of(name, stat.S_IFDIR)
+            if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
+                raise Refused([_refusal(run, NotOwnError(run.path / name, distrust))])
+        yield opened
 
 
 def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:

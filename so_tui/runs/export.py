@@ -16,10 +16,12 @@ import csv
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -96,7 +98,10 @@ def export_rows(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count, table = 0, _parquet if path.suffix == ".parquet" else _csv
     try:
-        with table(temporary, columns) as write:
+        with (
+            open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file,
+            table(file, columns) as write,
+        ):
             left = iter(rows)
             while batch := [*islice(left, _ROWS)]:
                 write(batch)
@@ -146,15 +151,15 @@ def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, .
 
 
 @contextlib.contextmanager
-def _csv(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
-    with path.open("x", newline="", encoding="utf-8") as file:
+def _csv(binary: BinaryIO, columns: Sequence[str]) -> Iterator[_Write]:
+    with TextIOWrapper(binary, newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         yield writer.writerows  # of numbers alone, so that no cell is a formula
 
 
 @contextlib.contextmanager
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
+def _parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[_Write]:
     import pyarrow
     import pyarrow.parquet
 
@@ -166,7 +171,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
     schema = pyarrow.schema(
         [(name, pyarrow.int64() if name in integers else pyarrow.float64()) for name in columns]
     )
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
 
         def write(batch: Sequence[tuple[Any, ...]]) -> None:
             values = dict(zip(columns, zip(*batch, strict=True), strict=True))

@@ -19,6 +19,7 @@ Problem codes:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -37,7 +38,7 @@ from so_tui.folders import (
 )
 from so_tui.runs.directory import (
     RunDirectory,
-    refuse_another_users,
+    asked_run,
     write_manifest,
     write_run_json,
 )
@@ -48,6 +49,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
+from so_tui.trust.files import Distrust, distrust_of_folder
 from so_tui.trust.folders import (
     GROUP,
     VARIABLE,
@@ -159,8 +161,9 @@ def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
 
 
 def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
-    """Return the run with this name or path, or the newest for ``latest``. Raises InputError with
-    similar names if there is none.
+    """Return the run with this name or path. ``latest`` is the newest of this user, whatever others
+    put into the same folder, or the newest if this user has none. Raises InputError with similar
+    names if there is none.
     """
     if "/" in run or run in (".", ".."):
         if fault := path_fault(run):
@@ -187,7 +190,7 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         raise reject("not-a-run", "run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
-        return runs[0]
+        return next((known for known in runs if not _is_another_users(known)), runs[0])
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
         paths = ", ".join(str(known.path) for known in named)
@@ -207,6 +210,10 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
     remedy = f"{meant}`so-tui runs` lists them all."
     raise reject("unknown-run", "run", run, "there is no such run", remedy)
+
+
+def _is_another_users(run: RunDirectory) -> bool:
+    return distrust_of_folder(run.path) is Distrust.OTHER_OWNER
 
 
 def _record_folder(folder: Path) -> None:
@@ -268,14 +275,14 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
         Refused: It is another user's.
         InputError: It is live or may be, its folder is not a run, or it cannot be deleted.
     """
-    refuse_another_users(run)
     try:
-        _ended(run, assume_dead)
-        with run_lock(run, assume_dead=assume_dead) as lock:
-            if lock is None:
-                raise lock_held(run, assume_dead=assume_dead)
-            _ended(run, assume_dead)
-            _remove_run(run)
+        with asked_run(run) as own:
+            _ended(own, assume_dead)
+            with run_lock(own, assume_dead=assume_dead) as lock:
+                if lock is None:
+                    raise lock_held(own, assume_dead=assume_dead)
+                _ended(own, assume_dead)
+                _remove_run(own)
     except OSError as error:
         raise reject(
             "not-deletable",
@@ -299,8 +306,13 @@ def _remove_run(run: RunDirectory) -> None:
 
     hidden = run.path.with_name(f".{run.name}{DELETED}")
     run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
+    if not os.path.samestat(hidden.lstat(), run.at.stat()):
+        hidden.rename(run.path)
+        raise OSError(errno.ESTALE, "its folder was exchanged meanwhile")
     try:
-        shutil.rmtree(hidden)
+        for path in run.at.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        hidden.rmdir()
     except OSError as error:
         raise reject(
             "not-deletable",
@@ -369,9 +381,9 @@ def write_notes(run: RunDirectory, notes: RunNotes) -> None:
                 "is not a tag",
                 "Use up to 32 letters, digits, '.', '_' and '-', starting with a letter or digit.",
             )
-    refuse_another_users(run)
     try:
-        write_run_json(run, run.notes_path, notes)
+        with asked_run(run) as own:
+            write_run_json(own, own.notes_path, notes)
     except OSError as error:
         raise reject(
             "notes-not-writable",

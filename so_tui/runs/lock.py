@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.runs.directory import RunDirectory, refuse_another_users
+from so_tui.runs.directory import RunDirectory, asked_run
 from so_tui.runs.liveness import (
     FRESH_S,
     OLD_S,
@@ -233,15 +233,14 @@ def record_end(run: RunDirectory) -> RunState:
         InputError: It is live here, or has a living supervisor elsewhere (code ``run-is-live``).
         OSError: Its folder cannot be written.
     """
-    refuse_another_users(run)
-    ended_state(
-        run, assume_dead=True
-    )  # before the lock is taken from a supervisor that lives here and has only been silent
-    with run_lock(run, assume_dead=True) as lock:
-        if lock is None:
-            raise lock_held(run, assume_dead=True)
-        state = ended_state(run, assume_dead=True)
-        write_state_even_if_full(run, state)
+    with asked_run(run) as own:
+        # before the lock is taken from a supervisor that lives here and has only been silent
+        ended_state(own, assume_dead=True)
+        with run_lock(own, assume_dead=True) as lock:
+            if lock is None:
+                raise lock_held(own, assume_dead=True)
+            state = ended_state(own, assume_dead=True)
+            write_state_even_if_full(own, state)
     return state
 
 

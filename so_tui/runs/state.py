@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_json
+from so_tui.runs.directory import RunDirectory, asked_run, write_run_json
 from so_tui.runs.records import RunState
 from so_tui.spec.check import exists
 from so_tui.spec.errors import InputError, reject
@@ -72,14 +72,14 @@ def request(run: RunDirectory, action: Action, kind: type[Request] = Request, **
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
-    refuse_another_users(run)
     by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
     asked = kind(by=by, time=time.time(), **given)
-    before = None if asked.by_a_person else details(run, action)
-    if before is not None and not (before.warned or (asked.signalled and before.signalled)):
-        return
-    run.control_dir.mkdir(exist_ok=True)
-    write_run_json(run, run.control_dir / action, asked)
+    with asked_run(run) as own:
+        before = None if asked.by_a_person else details(own, action)
+        if before is not None and not (before.warned or (asked.signalled and before.signalled)):
+            return
+        own.control_dir.mkdir(exist_ok=True)
+        write_run_json(own, own.control_dir / action, asked)
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:

@@ -18,6 +18,7 @@ Problem codes:
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -168,7 +169,7 @@ def _is_path(text: str) -> bool:
 def _absolute(text: str) -> str:
     if not text or text.startswith(BUILTIN):
         return text
-    path = Path(text).expanduser()
+    path = Path(resolve_source(text)).expanduser()
     return str(path.absolute()) if _is_path(text) or exists(path) else text
 
 
@@ -334,9 +335,20 @@ def resolve_source(text: str) -> str:
     """Return the path of a ``builtin:`` name; any other text unchanged.
 
     Raises:
-        InputError: If there is no such built-in.
+        InputError: There is no such built-in (``unknown-builtin``), or another user has made a
+            folder here that has the name (``name-of-a-folder``).
     """
     if not text.startswith(BUILTIN):
+        folder = Path(text)
+        ambiguous = text and not _is_path(text) and is_folder(folder)
+        if ambiguous and folder.lstat().st_uid not in (os.geteuid(), 0):
+            raise reject(
+                "name-of-a-folder",
+                "source",
+                shown(text),
+                f"is a folder of another user in {Path.cwd()}, and may be a name on the hub",
+                f"Write ./{text} for the folder, or start so-tui in another one for the hub.",
+            )
         return text
     folder = builtin_folder()
     path = (folder / text.removeprefix(BUILTIN)).resolve()

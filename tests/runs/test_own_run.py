@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from so_tui.folders import default_runs_dir, state_home
-from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
-from so_tui.runs.directory import exchanged, known_id, own_run
+from so_tui.runs import RunDirectory, create_run, delete_run, listing, new_attempt, read_state
+from so_tui.runs.directory import exchanged, known_id, own_run, write_run_json
+from so_tui.runs.listing import RunNotes, write_notes
+from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec, write_state
 from tests.support.launching import tiny
-from tests.support.problems import refused
+from tests.support.problems import refused, rejected
 
 OTHERS = 61_000
 """The id of a user and of a group."""
@@ -184,3 +186,41 @@ def test_a_list_of_access_ends_at_a_run(tmp_path: Path) -> None:
     assert oct((run.metrics_dir / "made").stat().st_mode & 0o022) == "0o0"
     with own_run(run):
         pass
+
+
+def test_a_run_exchanged_while_it_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can rename the folders of two runs would otherwise choose which one goes."""
+    named, other = (create_run(tiny(), tmp_path) for _ in range(2))
+    (other.path / "precious").write_text("")
+    ended, aside = listing._ended, tmp_path / "aside"
+
+    def exchanging(run: RunDirectory, assume_dead: bool) -> RunState:
+        state = ended(run, assume_dead)
+        if run.supervisor_lock_path.exists() and not aside.exists():
+            named.path.rename(aside)
+            other.path.rename(named.path)
+        return state
+
+    monkeypatch.setattr(listing, "_ended", exchanging)
+    with rejected("not-deletable"):
+        delete_run(named)
+    assert (named.path / "precious").exists()
+    assert (aside / "spec.json").exists()
+
+
+def test_a_note_is_not_written_into_a_folder_put_in_the_place_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, other = (create_run(tiny(), tmp_path) for _ in range(2))
+
+    def exchanging(run: RunDirectory, path: Path, value: object) -> None:
+        named.path.rename(tmp_path / "aside")
+        other.path.rename(named.path)
+        write_run_json(run, path, value)
+
+    monkeypatch.setattr(listing, "write_run_json", exchanging)
+    write_notes(named, RunNotes(note="hello"))
+    assert not named.notes_path.exists()
+    assert (tmp_path / "aside" / "notes.json").exists()

@@ -12,11 +12,14 @@ import msgspec
 import pytest
 
 from so_tui.folders import builtin_folder
+from so_tui.runs.export import export_rows
 from so_tui.spec import ModelSpec
+from so_tui_trainer.export import ExportMarker, replacing
 from so_tui_trainer.model.config import load_config
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of
 from tests.support.models import causal_model
+from tests.support.problems import rejected
 from tests.support.users import SharedMachine
 from tests.support.waiting import LIMIT_S
 
@@ -148,3 +151,61 @@ def test_a_shared_hub_cache_is_used_but_not_its_links_elsewhere(
     template.unlink()
     template.symlink_to(private_file(machine))
     assert loaded(machine, model, HF_HOME=str(cache)) == f"file-not-of-folder {template}"
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_metrics_are_private_and_follow_no_planted_link(tmp_path: Path, ending: str) -> None:
+    """In a project's folder others can make what is to be the file while it is written."""
+    precious, table = tmp_path / "precious", tmp_path / f"table{ending}"
+    precious.write_text("precious")
+    planted = tmp_path / f".{table.name}.{os.getpid()}.tmp"
+    planted.symlink_to(precious)
+    with rejected("file-exists"):
+        export_rows(table, ("step",), [(1,)])
+    assert precious.read_text() == "precious"
+    planted.unlink(missing_ok=True)
+    umask = os.umask(0)
+    try:
+        assert export_rows(table, ("step",), [(1,)]) == 1
+    finally:
+        os.umask(umask)
+    assert table.stat().st_mode & 0o777 == 0o600
+
+
+TARGET = """
+import sys
+from so_tui.spec import InputError
+from so_tui_trainer.export import target_of
+try:
+    print(target_of(sys.argv[1]))
+except InputError as error:
+    print(error.problems[0].code)
+"""
+
+
+def test_a_link_of_another_user_is_not_written_through(machine: SharedMachine) -> None:
+    empty, link = machine.owner.home / "empty", machine.scratch / "model"
+    empty.mkdir()
+    machine.owner.give(empty)
+    link.symlink_to(empty)
+    for user, said in ((machine.other, "not-your-folder"), (machine.owner, str(empty))):
+        user.give(link)
+        assert machine.owner.python(TARGET, str(link)).stdout.strip() == said
+
+
+def test_an_export_is_not_written_into_a_folder_put_in_its_place(tmp_path: Path) -> None:
+    """In a project's folder others can rename the folder that is being written."""
+    target, precious = tmp_path / "model", tmp_path / "precious"
+    precious.mkdir()
+    mark = ExportMarker(run="run", step=1, version="1")
+
+    def write() -> None:
+        with replacing(target, mark) as folder:
+            target.with_name("model.partial").rename(tmp_path / "taken")
+            target.with_name("model.partial").symlink_to(precious)
+            (folder / "config.json").write_text("{}")
+
+    with pytest.raises(OSError, match="exchanged"):
+        write()
+    assert not target.exists()
+    assert list(precious.iterdir()) == []

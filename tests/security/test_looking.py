@@ -251,3 +251,25 @@ def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
     assert read_state(run).code == "stop-overdue"
     assert scene.bystander.poll() is None
     assert not scene.proof.exists()
+
+
+def test_a_newer_run_of_others_is_not_latest(machine: SharedMachine) -> None:
+    """Whoever can make a folder beside a run would otherwise choose what a command without a name
+    looks at.
+    """
+    make = "import sys; from pathlib import Path; from tests.support.launching import tiny; "
+    make += "from so_tui.runs import create_run; print(create_run(tiny(), Path(sys.argv[1])).path)"
+    find = "import sys; from pathlib import Path; from so_tui.runs import find_run; "
+    find += "print(find_run('latest', Path(sys.argv[1])).path)"
+    runs = machine.scratch / "runs"
+    runs.mkdir()
+    runs.chmod(0o1777)
+    mine, theirs = (
+        user.python(make, str(runs)).stdout.strip() for user in (machine.owner, machine.other)
+    )
+    for path in (Path(theirs), Path(theirs, "spec.json")):
+        path.chmod(0o755)
+        os.utime(path, (4e9, 4e9))
+    assert machine.owner.python(find, str(runs)).stdout.strip() == mine
+    shutil.rmtree(mine)
+    assert machine.owner.python(find, str(runs)).stdout.strip() == theirs

@@ -36,7 +36,7 @@ ALLOWED = {
     "so_tui/launch/supervisor/host_check.py:take": "a lock, judged by what was opened",
     "so_tui/launch/supervisor/prometheus.py:Textfile.publish": "a new file; no link is followed",
     "so_tui/machine/software.py:torch_build": DEVICE,
-    "so_tui/runs/export.py:_csv": ASKED,
+    "so_tui/runs/export.py:export_rows": ASKED,
     "so_tui/runs/listing.py:_record_folder": "appends to the user's own list of folders",
     "so_tui/runs/lock.py:RunLock.take": OWN,
     "so_tui/runs/lock.py:_excludes_others": OWN,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
+from so_tui_trainer.model.stored import shards
+from tests.support.problems import rejected
 from tests.support.users import SharedMachine
 from tests.support.waiting import LIMIT_S
 
@@ -22,6 +30,7 @@ try:
 except InputError as error:
     print(*(f"{problem.code} {problem.message}" for problem in error.problems))
 """
+CONVERSATIONS = ROWS.replace('*opened.rows["text"]', "*opened.conversations(0, 1)")
 FILL = """
 import sys
 from pathlib import Path
@@ -118,3 +127,122 @@ def test_a_cache_that_another_user_made_is_not_used(machine: SharedMachine, plan
     os.chown(cache, machine.owner.uid, machine.other.uid)
     assert rows(machine, cache, PREPARE) == str(cache / "entry")
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("named", ["path", "relative", "archive"])
+def test_a_readme_that_names_a_private_file_is_refused(machine: SharedMachine, named: str) -> None:
+    theirs, mine = machine.scratch / "theirs", machine.owner.home / "secret.jsonl"
+    theirs.mkdir()
+    mine.write_text('{"text": "secret"}\n')
+    machine.owner.give(mine)
+    names = {
+        "path": str(mine),
+        "relative": os.path.relpath(mine, theirs),
+        "archive": f"zip://secret.jsonl::{mine.with_suffix('.zip')}",
+    }
+    with zipfile.ZipFile(mine.with_suffix(".zip"), "w") as archive:
+        archive.write(mine, "secret.jsonl")
+    (theirs / "a.jsonl").write_text('{"text": "honest"}\n')
+    (theirs / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files: {names[named]}\n---\n"
+    )
+    machine.other.give(theirs)
+    assert rows(machine, theirs).startswith("data-file-elsewhere says that it has the file")
+
+
+SAVE = """
+import sys
+import datasets
+datasets.Dataset.from_dict({"text": ["secret"]}).save_to_disk(sys.argv[1])
+"""
+
+
+def test_saved_rows_that_name_a_private_file_are_refused(machine: SharedMachine) -> None:
+    theirs, mine = machine.scratch / "theirs", machine.owner.home / "saved"
+    user = machine.owner
+    user.run(user.interpreter, "-P", "-c", SAVE, str(mine), timeout_s=LIMIT_S)
+    shutil.copytree(mine, theirs)
+    machine.other.give(theirs)
+    assert rows(machine, theirs) == "secret"
+    state = theirs / "state.json"
+    name = json.loads(state.read_text())["_data_files"][0]["filename"]
+    for there in (mine / name, os.path.relpath(mine / name, theirs)):
+        state.write_text(state.read_text().replace(name, str(there)))
+        assert rows(machine, theirs).startswith("data-file-elsewhere")
+        state.write_text(state.read_text().replace(str(there), name))
+
+
+def test_a_source_that_is_a_link_to_a_private_file_is_refused(machine: SharedMachine) -> None:
+    mine, link = machine.owner.home / "secret" / "a.jsonl", machine.scratch / "rows.jsonl"
+    mine.parent.mkdir()
+    mine.write_text('{"text": "secret"}\n')
+    machine.owner.give(mine.parent)
+    for source, target in ((link, mine), (machine.scratch / "rows", mine.parent)):
+        source.symlink_to(target)
+        machine.other.give(source)
+        assert rows(machine, source).startswith(f"data-link-leads-out {source} is another user's")
+    named = machine.scratch / "rows" / "a.jsonl"
+    assert rows(machine, named).startswith("data-link-leads-out")
+
+
+def test_paths_of_pictures_in_rows_are_not_opened(machine: SharedMachine) -> None:
+    """They may be pipes, or files that only the owner can read."""
+    theirs = machine.scratch / "theirs"
+    theirs.mkdir()
+    os.mkfifo(theirs.with_name("pipe"), 0o666)
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    value = {"bytes": None, "path": str(theirs.with_name("pipe"))}
+    table = pa.table(
+        {
+            "text": ["honest"],
+            "one": pa.array([value], picture),
+            "many": pa.array([[value]], pa.list_(picture)),
+        }
+    )
+    kinds: dict[str, Any] = {
+        "text": {"dtype": "string", "_type": "Value"},
+        "one": {"_type": "Image"},
+    }
+    kinds["many"] = {"feature": {"_type": "Audio"}, "_type": "List"}
+    features = json.dumps({"info": {"features": kinds}})
+    parquet.write_table(
+        table.replace_schema_metadata({"huggingface": features}), theirs / "a.parquet"
+    )
+    machine.other.give(theirs)
+    assert "content='honest'" in rows(machine, theirs, CONVERSATIONS)
+
+
+SOURCE = """
+import sys
+from so_tui.spec import InputError, resolve_source
+try:
+    print(resolve_source(sys.argv[1]))
+except InputError as error:
+    print(error.problems[0].code)
+"""
+
+
+@pytest.mark.parametrize("name", ["people/model", "model"])
+def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
+    machine: SharedMachine, name: str
+) -> None:
+    """They may plant it where this user works, such as in a project's folder."""
+    folder = machine.scratch / name
+    folder.mkdir(parents=True)
+    code = f"import os; os.chdir({str(machine.scratch)!r})\n{SOURCE}"
+    expected = {name: name, f"./{name}": f"./{name}", str(folder): str(folder)}
+    for user, refused in ((machine.owner, False), (machine.other, True)):
+        user.give(machine.scratch / name.partition("/")[0])
+        for source, same in expected.items():
+            said = machine.owner.python(code, source).stdout.strip()
+            assert said == ("name-of-a-folder" if refused and source == name else same)
+    machine.other.give(machine.scratch)
+    assert machine.owner.python(code, "").stdout.strip() == ""
+
+
+@pytest.mark.parametrize("named", ["/home/ann/private.safetensors", "../private.safetensors"])
+def test_an_index_that_names_weights_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
+    index = json.dumps({"weight_map": {"a": named}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with rejected("weights-elsewhere"):
+        shards(tmp_path)

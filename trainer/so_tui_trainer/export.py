@@ -4,6 +4,7 @@ process, without DeepSpeed or GPU.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_sour
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.files import Distrust, distrust_of_folder
-from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder
+from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder, open_named
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
@@ -280,6 +281,14 @@ def _generation_config(
     return found
 
 
+def target_of(text: str | Path) -> Path:
+    """Return the folder to write that a user has named. Raises as ``refuse_foreign``."""
+    named = Path(text).expanduser()
+    refuse_foreign(named)  # which another user's link could lead to any folder of this one
+    refuse_foreign(folder := named.resolve())
+    return folder
+
+
 def refuse_foreign(folder: Path) -> None:
     """Refuse to overwrite a folder that is neither an export nor empty, or that is another user's.
 
@@ -289,12 +298,13 @@ def refuse_foreign(folder: Path) -> None:
     """
     if not os.path.lexists(folder):
         return
-    if distrust_of_folder(folder) is Distrust.OTHER_OWNER:
+    is_theirs = folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0)
+    if is_theirs or distrust_of_folder(folder) is Distrust.OTHER_OWNER:
         raise reject(
             "not-your-folder",
             "--to",
             str(folder),
-            "is another user's folder",
+            "is another user's folder or link",
             "Name another folder with --to.",
         )
     if folder.is_dir() and ((folder / MARKER_NAME).is_file() or not any(folder.iterdir())):
@@ -332,8 +342,9 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iterator[Path]:
-    """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after
-    an error. Nobody else can open it; the group can if it is shared, or with ``SO_TUI_SHARE``.
+    """Yield a marked folder to write into, by a path of this process that nobody else can turn. It
+    replaces ``folder`` at the end, and is removed after an error. Nobody else can open it; the
+    group can if it is shared, or with ``SO_TUI_SHARE``.
     """
     shared |= os.environ.get(VARIABLE) == GROUP
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
@@ -343,10 +354,13 @@ def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iter
         shutil.rmtree(left, ignore_errors=True)
     make_run_folder(partial, shared=shared)
     try:
-        (partial / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
-        yield partial
-        for path in partial.rglob("*"):
-            path.chmod((0o750 if path.is_dir() else 0o640) & (0o777 if shared else 0o700))
+        with open_named(partial) as opened:
+            (opened.at / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
+            yield opened.at
+            for path in opened.at.rglob("*"):
+                path.chmod((0o750 if path.is_dir() else 0o640) & (0o777 if shared else 0o700))
+            if not os.path.samestat(partial.lstat(), opened.at.stat()):
+                raise OSError(errno.ESTALE, "was exchanged while it was written", str(partial))
         # Writing takes minutes; somebody may have put something there meanwhile.
         refuse_foreign(folder)
         if folder.exists():

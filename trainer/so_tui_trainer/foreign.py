@@ -198,26 +198,40 @@ def open_within(folder: Folder, name: str) -> int:
     return descriptor
 
 
-def link_elsewhere(folder: Path) -> Path | None:
-    """Return a link in a folder by which another user leads this one to files of somebody else;
-    None if there is none.
+def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
+    """Return what changes whenever somebody exchanges a file or folder of a source of data: its
+    own, those in it, and those above it that belong to others.
+
+    Raises:
+        InputError: By a link there another user leads this one to files of somebody else
+            (``data-link-leads-out``).
+        OSError: Something went meanwhile, or cannot be entered.
     """
-    left, seen = [folder], set[tuple[int, int]]()
+    source, trusted = source.absolute(), (os.geteuid(), 0)
+    left, folders, seen = [*source.parents, source], set[tuple[int, int]](), set()
     while left:
-        for path in sorted(left.pop().iterdir()):
-            link = path.lstat()
-            try:
-                found = path.stat()
-            except OSError:  # it leads nowhere
-                continue
-            is_theirs = stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0)
-            if is_theirs and found.st_uid != link.st_uid:
-                return path
-            place = (found.st_dev, found.st_ino)
-            if stat.S_ISDIR(found.st_mode) and place not in seen:
-                seen.add(place)
-                left.append(path)
-    return None
+        path = left.pop()
+        link, inside = path.lstat(), path.is_relative_to(source)
+        try:
+            found = path.stat()
+        except OSError:  # it leads nowhere
+            continue
+        is_theirs = link.st_uid not in trusted
+        if stat.S_ISLNK(link.st_mode) and is_theirs and found.st_uid != link.st_uid:
+            raise reject(
+                "data-link-leads-out",
+                "data.source",
+                str(source),
+                f"{path} is another user's link to somebody else's files",
+                "Copy what you want to train on into a folder of your own.",
+            )
+        if inside or is_theirs:
+            seen.add((path, link.st_ino, link.st_ctime_ns, found.st_ino, found.st_ctime_ns))
+        place = (found.st_dev, found.st_ino)
+        if inside and stat.S_ISDIR(found.st_mode) and place not in folders:
+            folders.add(place)
+            left += path.iterdir()
+    return seen
 
 
 def datasets_cache() -> Path:

@@ -38,7 +38,7 @@ from so_tui_trainer.data.rows import (
     layout_of,
     read_row,
 )
-from so_tui_trainer.foreign import datasets_cache, link_elsewhere
+from so_tui_trainer.foreign import datasets_cache, is_own, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.step_limits import limited
 
@@ -291,7 +291,8 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
     """Open one file.
 
     Raises:
-        InputError: The file has an unknown ending, or a subset was asked for.
+        InputError: The file has an unknown ending, is empty or cannot be read, or a subset was
+            asked for.
     """
     reader = _READERS.get(_ending(path))
     if reader is None:
@@ -310,14 +311,18 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
             f"{source.source} is a file, which has no subsets",
             "Leave it empty. In a list of sources, set it for the source that has subsets.",
         )
+    _check_file(path, source)
+    if (size := path.stat().st_size) == 0:
+        raise _empty_source(source)
     options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_dir((path,))}
-    if reader == "csv":
-        import pandas
+    with limited(f"the file {source.source}", size):
+        if reader == "csv":
+            import pandas
 
-        options["sep"] = _separator(path)
-        options |= _text_columns(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
-        return _read_verbatim(source, reader, **options)
-    return _read_mixed_columns(source, reader, **options)
+            options["sep"] = _separator(path)
+            options |= _text_columns(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
+            return _read_verbatim(source, reader, **options)
+        return _read_mixed_columns(source, reader, **options)
 
 
 def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
@@ -328,21 +333,14 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     """
     import datasets
 
-    if (link := link_elsewhere(path)) is not None:
-        raise reject(
-            "data-link-leads-out",
-            "data.source",
-            source.source,
-            f"{link} is another user's link to somebody else's files",
-            "Copy what you want to train on into a folder of your own.",
-        )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        saved = datasets.load_from_disk(str(path))
-        if isinstance(saved, datasets.Dataset):
-            return saved, ()
-        if source.split not in saved:
-            raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
-        return saved[source.split], ()
+        saved = datasets.load_from_disk(str(path), keep_in_memory=False)
+        if not isinstance(saved, datasets.Dataset):
+            if source.split not in saved:
+                raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
+            saved = saved[source.split]
+        _refuse_elsewhere((file["filename"] for file in saved.cache_files), f"{path}/", source)
+        return saved, ()
     found = sorted(islice(path.rglob("*"), MOST_FILES + 1))
     if len(found) > MOST_FILES:
         raise reject(
@@ -369,9 +367,7 @@ def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dat
     date, and 5 into 5.0 if another row has 2.5. Where it did, the rows are loaded again with
     explicit types.
     """
-    import datasets
-
-    rows = datasets.load_dataset(*what, split=source.split, **options)
+    rows = _prepared(source, *what, **options)
     if "features" in options:
         return rows
     kind = rows.info.builder_name
@@ -381,7 +377,39 @@ def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dat
         options["features"] = features
     else:
         return rows
-    return datasets.load_dataset(*what, split=source.split, **options)
+    return _prepared(source, *what, **options)
+
+
+def _prepared(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+    """Load rows as ``datasets.load_dataset`` does, but only from files of the data set itself: its
+    README.md may name others.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(*what, **options)
+    if "data_files" not in options:
+        place = _path_of(source)
+        root = f"{place.resolve()}/" if place.is_dir() else f"hf://datasets/{what[0]}@"
+        files = (builder.config.data_files or {}).values()
+        _refuse_elsewhere(chain.from_iterable(files), root, source)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=source.split)
+
+
+def _refuse_elsewhere(files: Iterable[str], root: str, source: DataSource) -> None:
+    """Refuse files whose names, or those of the archives they are in, do not begin with that of the
+    data set.
+    """
+    for file in files:
+        if not os.path.normpath(file.rpartition("::")[2]).startswith(root.replace("://", ":/")):
+            raise reject(
+                "data-file-elsewhere",
+                "data.source",
+                source.source,
+                f"says that it has the file {file}, which is not in it",
+                "Look at its README.md, or at the files that `save_to_disk` wrote. Name the file "
+                "itself if you want to train on it.",
+            )
 
 
 def _looks_like_path(name: str) -> bool:
@@ -751,10 +779,21 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 
 
 def _open(source: DataSource) -> Opened:
+    from datasets.features.features import _visit
+
     rows, warnings = _load(source)
+    _visit(rows.info.features, _leave_encoded)
     if len(rows) == 0:
         raise _empty_source(source)
     return Opened(source, rows, layout_of(rows.column_names, source), warnings)
+
+
+def _leave_encoded(feature: Any) -> None:
+    """Keep pictures and sounds as they are in the rows, where they may name any file."""
+    from datasets import Json
+
+    if hasattr(feature, "decode") and not isinstance(feature, Json):
+        feature.decode = False
 
 
 def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
@@ -768,14 +807,18 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     try:
         if not (rows := datasets_cache()).exists():
             private_folder(rows)
-        if path.exists() and not path.is_dir():
-            _check_file(path, source)
-            if (size := path.stat().st_size) == 0:
-                raise _empty_source(source)
-            with limited(f"the file {source.source}", size):
-                return _read_file(path, source), ()
-        if path.is_dir():
-            return _read_folder(path, source)
+        if path.exists():
+            before = seen_in(path)
+            read = _read_folder(path, source) if path.is_dir() else (_read_file(path, source), ())
+            if not is_own(path) and seen_in(path) != before:
+                raise reject(
+                    "data-source-changed",
+                    "data.source",
+                    source.source,
+                    "has changed while it was read",
+                    "Try again when nobody writes there, or copy it into a folder of your own.",
+                )
+            return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()

@@ -292,24 +292,22 @@ def _tokenised(encoder: Encoder, sources: tuple[Opened, ...], folder: Path, task
     """Tokenise a task's rows into files of its own, holding one batch of rows in memory.
 
     Raises:
-        InputError: A row cannot be read, or the files cannot be written.
+        InputError: A row cannot be read.
+        OSError: The files cannot be written.
     """
     stem = folder / f"{task.source}-{task.first}"
     lengths, rows, counts = [], [], Counts(0, 0, 0)
-    try:
-        with (
-            stem.with_suffix(".tokens").open("wb") as tokens,
-            stem.with_suffix(".trained").open("wb") as trained,
-        ):
-            for encoded in encoder.documents(sources[task.source], task.first, task.last):
-                counts += encoded.counts
-                for ids, flags in encoded.documents:
-                    tokens.write(ids.data)
-                    trained.write(flags.data)
-                    lengths.append(len(ids))
-                    rows.append(encoded.row)
-    except OSError as error:
-        raise unwritable(folder.parent, error) from error
+    with (
+        stem.with_suffix(".tokens").open("wb") as tokens,
+        stem.with_suffix(".trained").open("wb") as trained,
+    ):
+        for encoded in encoder.documents(sources[task.source], task.first, task.last):
+            counts += encoded.counts
+            for ids, flags in encoded.documents:
+                tokens.write(ids.data)
+                trained.write(flags.data)
+                lengths.append(len(ids))
+                rows.append(encoded.row)
     return _Done(
         task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts
     )

@@ -127,7 +127,16 @@ def shards(folder: Path) -> list[str]:
     if whole.is_file():
         return [whole.name]
     if index.is_file():
-        return sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
+        names = sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
+        if elsewhere := [name for name in names if name.startswith("/") or ".." in name]:
+            raise reject(
+                "weights-elsewhere",
+                "model.id",
+                str(folder),
+                f"{index.name} names a file outside the folder ({elsewhere[0]})",
+                "Do not use this model, or copy its files into a folder of your own.",
+            )
+        return names
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 

@@ -62,12 +62,11 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     import superoffload
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer.checkpoint_folder import Found, optimizer_folder
-    from so_tui_trainer.export import ExportMarker, refuse_foreign, refuse_without_room, replacing
+    from so_tui_trainer.export import ExportMarker, refuse_without_room, replacing, target_of
     from so_tui_trainer.model.trained import PREFIX
     from so_tui_trainer.tools.channel import with_newest
 
-    run, folder = RunDirectory(path), folder.expanduser().resolve()
-    refuse_foreign(folder)
+    run, folder = RunDirectory(path), target_of(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     spec = read_spec(run)
     refuse_without_room(

@@ -31,11 +31,10 @@ def _export_run(request: Answer) -> Iterator[Answer]:
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.trust.folders import is_shared
-    from so_tui_trainer.export import Stage, export, refuse_foreign
+    from so_tui_trainer.export import Stage, export, target_of
 
     run = RunDirectory(Path(request["run"]))
-    folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
-    refuse_foreign(folder)
+    folder = target_of(request.get("to") or run.path / "export")
     if request.get("to"):
         folder.parent.mkdir(
             parents=True, exist_ok=True
