@@ -322,11 +322,11 @@ def _run_ours(seconds: float, tick_s: float, telling: int, path: str) -> None:
     app.RUNS_POLL_S *= tick_s / screen.POLL_S
     screen.POLL_S = tick_s
     drawn = []
-    take = screen.DashboardScreen._take
+    show = screen.DashboardScreen._show
 
     def counted(self: screen.DashboardScreen, snapshot: Snapshot) -> None:
         drawn.append(snapshot.length)
-        take(self, snapshot)
+        show(self, snapshot)
 
     setattr(screen.DashboardScreen, "_take", counted)  # noqa: B010 - mypy forbids to assign to a method
     setattr(app.SoTuiApp, "on_ready", lambda app: _timed(app, seconds, telling, lambda: len(drawn)))  # noqa: B010 - a subclass would look for its styles beside this file

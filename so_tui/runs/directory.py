@@ -484,10 +484,12 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
     with folder or contextlib.nullcontext():
         opened = RunDirectory(run.path, run.folder or folder)
         assert opened.folder is not None
-        for name in (".", "control"):
-            distrust = opened.folder.distrust_of(name, stat.S_IFDIR)
+        parts = [
+            (part.path, part.distrust) for part in opened.folder.foreign("control", stat.S_IFDIR)
+        ]
+        for path, distrust in ((run.path, opened.folder.distrust), *parts):
             if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
-                raise Refused([_refusal(run, NotOwnError(run.path / name, distrust))])
+                raise Refused([_refusal(run, NotOwnError(path, distrust))])
         yield opened
 
 

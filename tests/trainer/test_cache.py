@@ -18,9 +18,7 @@ from so_tui.spec import RunSpec
 from so_tui_trainer import session
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import _width
-from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import intact, read
-from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import _row_shares, load_tokenizer, prepare
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -203,13 +201,15 @@ def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")
 
 
-def test_a_full_disk_of_the_cache_is_named(tmp_path: Path) -> None:
-    """Also while a process of the pool writes what it has tokenised."""
-    (tmp_path / "0-0.tokens").symlink_to("/dev/full")
-    spec = spec_of(rows_file(tmp_path))
-    encoder = Encoder(chat_of(load_tokenizer(spec.model)), "assistant", 256)
-    worker = tokens._Worker(encoder, open_sources(spec.data), tmp_path)
-    problem = refusal(lambda: worker.work(tokens._Task(0, 0, 3)))
+def test_a_full_disk_of_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenised = tokens._tokenised
+
+    def full(*given: Any) -> Any:
+        (given[2] / "0-0.tokens").symlink_to("/dev/full")
+        return tokenised(*given)
+
+    monkeypatch.setattr(tokens, "_tokenised", full)
+    problem = refusal(lambda: prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache"))
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")
 
 
