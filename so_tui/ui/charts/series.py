@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -520,8 +520,6 @@ class FollowedSteps:
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
         self._rows: StepRows | None = None
-        self._made: object = None
-        """What ``_next`` is for."""
         self._next = self.series
         """What is read: ``series`` themselves, unless those are still whole while all is read
         again.
@@ -533,9 +531,9 @@ class FollowedSteps:
         """Read what the reader has found since, or all again where that is necessary, for about
         ``limit_s``; ``span`` is that of the means. Return whether there is more. Raises OSError.
         """
-        made = wanted.fields, wanted.smoothed, wanted.ema, span
-        if self._rows is None or self._rows.outdated or self._made != made:
-            self._rows, self._made = StepRows(self._reader, wanted.fields), made
+        wanted, now = replace(wanted, samples=()), self._next
+        if self._rows is None or self._rows.outdated or (now.wanted, now.span) != (wanted, span):
+            self._rows = StepRows(self._reader, wanted.fields)
             self._next, self._left = StepSeries(span, wanted), []
         for rows in self._rows.read(limit_s):
             self._left += rows

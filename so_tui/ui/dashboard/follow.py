@@ -12,6 +12,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from so_tui.machine.inspect import checked_machine
@@ -201,22 +202,17 @@ class RunFollower(_ReadRun):
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
             return
-        self._attempt = state.attempt
-        try:
+        # What waits has a plan, but its job makes another one for its node.
+        queued = state.state == "queued"
+        self._attempt = -1 if queued else state.attempt
+        # Not written yet, or by another version: the dashboard leaves out what only they contain.
+        with suppress(OSError, InputError, msgspec.DecodeError):
             self.spec = self.spec or read_spec(self.run)
-            if (
-                state.state == "queued"
-            ):  # the plan of what waits; its job makes another one for its node
-                self._plan = read_launch(self.run, newest_attempt(self.run, state), own=False).plan
-                self._attempt = -1
-                return
-            launch = read_launch(self.run, state.attempt, own=False)
+            attempt = newest_attempt(self.run, state)
+            launch = read_launch(self.run, attempt, own=False)
             self._plan = launch.plan
-            self._machine = checked_machine(launch.machine, self.run.launch_path(state.attempt))
-        except (OSError, InputError, msgspec.DecodeError):
-            # not written yet, or by another version: the dashboard leaves out what only they
-            # contain
-            return
+            if not queued:
+                self._machine = checked_machine(launch.machine, self.run.launch_path(attempt))
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, metrics, state = self._reader, self._reader.metrics, self._reader.state

@@ -339,12 +339,12 @@ class LogPanel(KeptVertical):
             if followed:
                 self.follow_end()
             return
-        lines = self.lines.lines
-        for index in range(len(lines) - 1, -1, -1):
-            if (found := _STEP_LINE.search(lines[index])) is not None and int(found[1]) <= step:
-                self.lines.go_to(index)
-                return
-        self.lines.go_to(0)
+        reached = (
+            index
+            for index, line in reversed(list(enumerate(self.lines.lines)))
+            if (found := _STEP_LINE.search(line)) is not None and int(found[1]) <= step
+        )
+        self.lines.go_to(next(reached, 0))
 
     @on(events.Click, "#log-rule")
     def follow_end(self) -> None:
@@ -382,18 +382,10 @@ class PlacementPanel(StyledLines):
     one for each that is not.
     """
 
-    _shown: tuple[object, ...] = ()
-    """What the lines say."""
-
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height``
         rows.
         """
-        planned = snapshot.plan and snapshot.plan.binding
-        shown = snapshot.hosts.placement, snapshot.hosts.ranks, planned, width, height
-        if shown == self._shown:  # placement is sampled much more rarely than everything else
-            return
-        self._shown = shown
         lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
         self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))

@@ -145,16 +145,13 @@ class DashboardScreen(ResizablePage):
         if self.run_shown is None:
             self.watch(self.app, "runs", self._take_newest)
 
-    def _show_panels(self, shown: bool) -> None:
-        self.query_one("#empty").display = not shown
-        self.panels.display = shown
-
     def _checks_changed(self) -> None:
         """Show the checks of a launch in place of a run until it has a run of its own, or comes to
         nothing.
         """
         self.header.display = self.app.checking is None
-        self._show_panels(self.run_shown is not None and self.app.checking is None)
+        self.panels.display = self.run_shown is not None and self.app.checking is None
+        self.query_one("#empty").display = not self.panels.display
         self._show_checks()
         self.refresh_bindings()
 
@@ -185,7 +182,7 @@ class DashboardScreen(ResizablePage):
         self.log_panel.lines.clear()
         if number := self.charts.page.number:
             self.call_later(self.charts.change, self.charts.chart_layout, -number)
-        self._show_panels(True)
+        self._checks_changed()
         self.tick()
 
     @on(events.ScreenResume)
