@@ -214,7 +214,7 @@ class LoadStore:
             load = self._loads[kind, host, index]
             load.times.append(sample.time)
             if isinstance(part, NodeSample):
-                load.series[BAND].append_range(float(min(part.cores)), float(max(part.cores)))
+                load.series[BAND].extend((min(part.cores), max(part.cores)), 2)
                 if CORES in self.wanted:
                     cores = bytes(min(100, max(0, core)) for core in part.cores)
                     count = len(load.cores[0]) if load.cores else len(cores)
@@ -247,14 +247,15 @@ class LoadStore:
 
     def sampled(self) -> SampledLines:
         """Return what was wanted, by name."""
-        found: dict[str, list[_Sampled]] = {}
-        for (_, host, index), load in self._loads.items():
-            times = load.times
-            for name, series in load.series.items():
-                if name in self.wanted:
-                    number = _Sampled(series, len(times), times, None, "main", "", host, index)
-                    found.setdefault(name, []).append(number)
-        return {name: tuple(lines) for name, lines in found.items()}
+        found = {
+            name: tuple(
+                _Sampled(load.series[name], len(load.times), load.times, None, "main", "", *place)
+                for (_, *place), load in self._loads.items()
+                if name in load.series
+            )
+            for name in self.wanted
+        }
+        return {name: lines for name, lines in found.items() if lines}
 
 
 def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: Cpus) -> NodeView:

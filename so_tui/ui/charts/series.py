@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,6 @@ class Series:
             self._lows[0].extend(lows)
             self._highs[0].extend(highs)
         self._last.extend(values)
-        self._combine()
-
-    def append_range(self, low: float, high: float) -> None:
-        """Append the extremes of several finite values."""
-        self._separate()
-        self._lows[0].append(low)
-        self._highs[0].append(high)
-        self._last.append(low / 2 + high / 2)
         self._combine()
 
     def halved(self) -> Series:
@@ -248,6 +241,15 @@ Named = tuple[Line, str]
 """A line with its name in a heading or a legend; a chart hides the value of one without."""
 
 
+def interpolated(xs: Sequence[float], ys: Sequence[float], length: int, x: float) -> float:
+    """Return the value at ``x`` between the first points, and outside that of the nearest one."""
+    right = bisect_left(xs, x, 0, length)
+    if right in (0, length):
+        return ys[min(right, length - 1)]
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """The x axis that all charts of a dashboard share."""
@@ -285,12 +287,7 @@ class Axis:
         """
         if not self.length:
             return math.inf
-        right = bisect_left(self.steps, step, 0, self.length)
-        if right in (0, self.length):
-            return self.times[min(right, self.length - 1)]
-        before, after = self.steps[right - 1], self.steps[right]
-        share = (step - before) / (after - before)
-        return self.times[right - 1] + share * (self.times[right] - self.times[right - 1])
+        return interpolated(self.steps, self.times, self.length, step)
 
     def position(self, x: float) -> tuple[float, float]:
         """Return a position on the axis as step and time; the step is the last one done by then, 0
@@ -389,8 +386,15 @@ def mean_of(metric: str) -> str:
     return f"{metric} mean"
 
 
-def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
-    """Return the losses of evaluations as a line, with their times moved by ``shift_s``."""
+@lru_cache(maxsize=32)
+def evaluation_line(
+    records: tuple[EvaluationRecord, ...], role: str, shift_s: float = 0.0
+) -> Line | None:
+    """Return the losses of evaluations as a line, with their times moved by ``shift_s``; None
+    without any. The same evaluations are the same line, which need not be drawn again.
+    """
+    if not records:
+        return None
     series = Series()
     series.extend([record.loss for record in records])
     times = array("d", (record.time + shift_s for record in records))

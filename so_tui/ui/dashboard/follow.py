@@ -30,7 +30,7 @@ from so_tui.runs import (
 )
 from so_tui.runs import state as run_state
 from so_tui.runs.liveness import unconfirmed
-from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
+from so_tui.runs.records import FINAL_STATES, RunState, Sample, StepRecord
 from so_tui.runs.results import mean_steps_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, Wanted, evaluation_line
@@ -91,8 +91,6 @@ class RunFollower(_ReadRun):
         self._watch = HeartbeatWatch()
         super().__init__(RunReader(run, watch=self._watch, state_of=current_state))
         self._inspected: Inspected | None = None
-        self._evaluations: tuple[EvaluationRecord, ...] = ()
-        self._evaluation_line: Line | None = None
         self._attempt = -1
         self._plan: Plan | None = None
         self._machine: Machine | None = None
@@ -216,11 +214,6 @@ class RunFollower(_ReadRun):
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, metrics, state = self._reader, self._reader.metrics, self._reader.state
-        evaluations = metrics.events.evaluations
-        if evaluations != self._evaluations:
-            self._evaluations = evaluations
-            # A resume may have removed all of them.
-            self._evaluation_line = evaluation_line(evaluations, "second") if evaluations else None
         return Snapshot(
             run=self.run,
             spec=self.spec,
@@ -229,7 +222,7 @@ class RunFollower(_ReadRun):
             events=metrics.events,
             latest=metrics.latest,
             recent=self._recent,
-            evaluations=self._evaluation_line,
+            evaluations=evaluation_line(metrics.events.evaluations, "second"),
             whole=self._whole,
             length=len(self._whole),
             unread_share=self._steps.unread_share,
@@ -287,13 +280,13 @@ class _OverlaidRun(_ReadRun):
         self.due = 0.0 if more else time.monotonic() + OVERLAY_POLL_S
         series = self._whole
         shift_s = begun - series.begin[1] if len(series) else 0.0
-        evaluated = self._reader.metrics.events.evaluations
+        evaluations = evaluation_line(self._reader.metrics.events.evaluations, "main", shift_s)
         self.shown = Overlaid(
             self.run,
             series,
             array("d", (at + shift_s for at in series.times)),
             more,
-            [evaluation_line(evaluated, "main", shift_s)] if evaluated else [],
+            [evaluations] if evaluations else [],
             self._sampled(shift_s) if wanted.samples else {},
         )
 
