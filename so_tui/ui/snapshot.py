@@ -32,14 +32,12 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.samples import roll_up
 from so_tui.spec import RunSpec
-from so_tui.ui.charts.series import Axis, Line, Series, StepSeries
+from so_tui.ui.charts.series import Axis, Line, Series, Span, StepSeries
 
 # What a run and its hosts did at the cursor: the record of its step, and the samples that were
 # taken during it.
 
 
-Position = tuple[float, float]
-"""Step and time of the cursor."""
 _STEPS_BACK = 50
 """How far the last recorded step may lie before the cursor: a run may record only some of its
 steps.
@@ -57,13 +55,14 @@ _EVERY_ROW = 1_000_000
 class Inspected:
     """What is known of one position."""
 
-    position: Position
+    position: Span
+    """Step and time of the cursor."""
     step: StepRecord | None
     samples: Mapping[str, Sample]
     """Means of each host during the step."""
 
 
-def inspect(reader: RunReader, position: Position) -> Inspected:
+def inspect(reader: RunReader, position: Span) -> Inspected:
     """Return what is known of a position. Raises OSError."""
     step, time = position
     last = deque(reader.metrics.steps(step - _STEPS_BACK, step), maxlen=1)

@@ -17,10 +17,9 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.charts.series import Axis, Line, Span
 from so_tui.ui.text import GlyphName
 
-Span = tuple[float, float]
 Spans = list[Span | None]
 """Extremes of a line by column; None where there is nothing to draw."""
 OUTLIER_RANGES = 3.0
@@ -424,8 +423,7 @@ def axis_row(
         covered = {column for start, label in labels for column in range(start, start + len(label))}
         marked = {column: mark for column, mark in marked.items() if column not in covered}
     for start, label in labels:
-        for offset, character in enumerate(label[: width - start]):
-            cells[start + offset] = (character, "label")
+        cells[start : start + len(label)] = [(character, "label") for character in label]
     for column, mark in marked.items():
         cells[column] = (mark.sign, mark.role)
     return joined(cells, styles)

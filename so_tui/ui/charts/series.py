@@ -21,6 +21,8 @@ from so_tui.runs.results import MEAN_RECORDS
 from so_tui.svg import Curve, curves
 from so_tui.units import mark_duration, plural, thousands
 
+Span = tuple[float, float]
+"""Two values or positions on an axis, or a step and its time."""
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
 memory.
@@ -65,12 +67,9 @@ class Series:
             values = [value if math.isfinite(value) else math.nan for value in values]
             lows = [math.inf if value != value else value for value in values]
             highs = [-math.inf if value != value else value for value in values]
-            for index, value in enumerate(values):
-                if value != value:
-                    at = len(self) + index // several
-                    if not self._gaps or self._gaps[-1] != at:
-                        self._gaps.append(at)
-                    self.missing += 1
+            gaps = [index for index, value in enumerate(values) if value != value]
+            self._gaps.extend(dict.fromkeys(len(self) + index // several for index in gaps))
+            self.missing += len(gaps)
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -192,17 +191,16 @@ class _TrailingMean:
         return means
 
 
+@dataclass(slots=True)
 class _ExponentialMean:
     """Exponential moving average of the finite values, corrected for the missing past of the first
     ones.
     """
 
-    __slots__ = ("_share", "_total", "weight")
-
-    def __init__(self, weight: float) -> None:
-        """``weight`` is that of the past at each value, from 0 to below 1."""
-        self.weight = weight
-        self._total = self._share = 0.0
+    weight: float
+    """That of the past at each value, from 0 to below 1."""
+    _total: float = 0.0
+    _share: float = 0.0
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
         """Add values of later steps. Return the average at each of them, NaN before the first

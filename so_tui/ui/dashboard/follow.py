@@ -33,9 +33,9 @@ from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, RunState, Sample, StepRecord
 from so_tui.runs.results import mean_steps_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, Wanted, evaluation_line
-from so_tui.ui.dashboard.view import Overlaid, Span, steps_at
-from so_tui.ui.snapshot import Inspected, Loads, Position, Snapshot, inspect
+from so_tui.ui.charts.series import FollowedSteps, Line, Span, StepSeries, Wanted, evaluation_line
+from so_tui.ui.dashboard.view import Overlaid, steps_at
+from so_tui.ui.snapshot import Inspected, Loads, Snapshot, inspect
 from so_tui.ui.textual_fixes import give_back
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class RunFollower(_ReadRun):
         """
 
     def poll(
-        self, wanted: Wanted, window: Span | None = None, cursor: Position | None = None
+        self, wanted: Wanted, window: Span | None = None, cursor: Span | None = None
     ) -> Snapshot:
         """Read what is new of what is ``wanted``, the steps in ``window`` in full detail, and what
         was at ``cursor``.
@@ -183,7 +183,7 @@ class RunFollower(_ReadRun):
             )
             self._closer = closer
 
-    def _inspect(self, cursor: Position | None) -> None:
+    def _inspect(self, cursor: Span | None) -> None:
         """Read what was at the cursor, once."""
         known = self._inspected
         if cursor is None:

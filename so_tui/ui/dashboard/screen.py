@@ -26,7 +26,7 @@ from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.chart_metrics import ChartLayout, Flag, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.series import Axis
+from so_tui.ui.charts.series import Axis, Span
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails
@@ -34,7 +34,6 @@ from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
     Rows,
-    Span,
     View,
     axis_of,
     extent_of,
@@ -45,7 +44,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.run_status import anatomy_lines
-from so_tui.ui.snapshot import Position, Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shows_ascii
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed, keys
@@ -491,7 +490,7 @@ class DashboardScreen(ResizablePage):
         else:
             self.charts.focus_first()
 
-    def _cursor_position(self) -> Position | None:
+    def _cursor_position(self) -> Span | None:
         """Return step and time of the cursor."""
         cursor, axis = self.view.cursor, self.axis
         return None if cursor is None or axis is None else axis.position(cursor)

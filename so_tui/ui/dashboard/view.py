@@ -13,12 +13,8 @@ from typing import Literal
 from so_tui.runs import RunDirectory
 from so_tui.ui.chart_metrics import EVALUATIONS
 from so_tui.ui.charts.chart import Metric
-from so_tui.ui.charts.series import Axis, Line, StepSeries, interpolated
+from so_tui.ui.charts.series import Axis, Line, Span, StepSeries, interpolated
 from so_tui.ui.snapshot import Snapshot
-
-Span = tuple[float, float]
-"""Two positions on an axis, or a step and its time."""
-
 
 # Another run whose metrics are laid over those of the run that is followed.
 
