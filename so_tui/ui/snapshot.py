@@ -5,12 +5,11 @@ follower's thread to the event loop.
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from so_tui.launch.supervisor.samples import HostProcess
@@ -102,8 +101,6 @@ MEMORY = {"node.memory_used_bytes": "memory", "node.file_cache_bytes": "other"}
 """Wanted for memory over time: in use, and the file cache in it, with their roles."""
 BAND = "band"
 """Least and greatest load of a node's cores."""
-_ALWAYS = {"node": (NODE_BUSY,), "gpu": (GPU_BUSY,), "host": ()}
-"""Kept of each kind of part, whatever is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,6 @@ class NodeView:
     """One NUMA node of one host: its newest sample, and its load over time."""
 
     host: str
-    id: int
     cpus: Cpus
     sample: NodeSample
     load: tuple[Line, Line]
@@ -170,16 +166,14 @@ class Hosts:
         return len({node.host for node in self.nodes})
 
 
+@dataclass(slots=True)
 class _Load:
     """What is known of one node, GPU or host over time: rows of several series."""
 
-    __slots__ = ("cores", "series", "times")
-
-    def __init__(self) -> None:
-        self.times = array("d")
-        self.cores: list[bytes] = []
-        """Load of each core of a node in percent, if wanted."""
-        self.series: defaultdict[str, Series] = defaultdict(Series)
+    times: array[float] = field(default_factory=lambda: array("d"))
+    cores: list[bytes] = field(default_factory=list)
+    """Load of each core of a node in percent, if wanted."""
+    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
 
     def line(self, name: str, role: str) -> Line:
         """Return a series as a line of a chart."""
@@ -201,10 +195,10 @@ class LoadStore:
         which lack some of them.
         """
         self.wanted = tuple(names)
-        self._kept = {kind: dict.fromkeys(always) for kind, always in _ALWAYS.items()}
-        for name in self.wanted:
-            if name != CORES:
-                self._kept[name.partition(".")[0]][name] = None
+        self._kept: defaultdict[str, list[str]] = defaultdict(list)
+        """Numbers of each kind of part."""
+        for name in {NODE_BUSY, GPU_BUSY, *names} - {CORES}:
+            self._kept[name.partition(".")[0]].append(name)
         self.clear()
 
     def append(self, host: str, sample: Sample) -> None:
@@ -248,9 +242,9 @@ class LoadStore:
         """Return what was wanted, by name."""
         found = {
             name: tuple(
-                _Sampled(load.series[name], len(load.times), load.times, None, "main", "", *place)
-                for (_, *place), load in self._loads.items()
-                if name in load.series
+                _Sampled(series, len(load.times), load.times, None, "main", "", host, index)
+                for (_, host, index), load in self._loads.items()
+                if (series := load.series.get(name)) is not None
             )
             for name in self.wanted
         }
@@ -263,7 +257,6 @@ def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: 
     kept = MEMORY.keys() <= load.series.keys()
     return NodeView(
         host,
-        node.id,
         cpus,
         node,
         (load.line(BAND, "band"), load.line(NODE_BUSY, "main")),
@@ -491,12 +484,6 @@ class Snapshot:
         """The step at the cursor, or the newest ones."""
         inspected = self.hosts.inspected
         return (inspected.step,) if inspected is not None and inspected.step else self.recent
-
-    @property
-    def step_s(self) -> float:
-        """Median time of the newest steps; NaN without any."""
-        times = [record.step_s for record in self.recent]
-        return statistics.median(times) if times else math.nan
 
 
 @dataclass(frozen=True, slots=True)

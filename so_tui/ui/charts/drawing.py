@@ -94,16 +94,15 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[Spans, list[int]]:
     return found, [column for column, part in enumerate(parts) if has_gap(*part)]
 
 
-def _without_outliers(values: list[float]) -> Span:
-    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of
-    their middle half around it.
+def _without_outliers(values: list[float], *, log: bool) -> list[float]:
+    """Return those values, ascending, that lie within OUTLIER_RANGES times the range of their
+    middle half around it, as a scale shows them.
     """
     values.sort()
-    first, third = values[len(values) // 4], values[3 * len(values) // 4]
+    shown = [math.log10(min(LARGEST, value)) for value in values] if log else values
+    first, third = shown[len(shown) // 4], shown[3 * len(shown) // 4]
     reach = OUTLIER_RANGES * (third - first)
-    return values[bisect_left(values, first - reach)], values[
-        bisect_right(values, third + reach) - 1
-    ]
+    return values[bisect_left(shown, first - reach) : bisect_right(shown, third + reach)]
 
 
 def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
@@ -128,28 +127,18 @@ def fit_scale(
     ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
     """
     values = [value for line in lines for span in line if span is not None for value in span]
-    if log and max(values, default=1.0) > 0:
-        return _log_scale([value for value in values if value > 0], robust=robust)
-    return _linear_scale(values, zero=zero, ceiling=ceiling, robust=robust)
-
-
-def _log_scale(positive: list[float], *, robust: bool) -> Scale:
-    """Return a logarithmic scale of positive values; without any: 1."""
-    low, high = min(positive, default=1.0), max(positive, default=1.0)
-    if robust and positive:
-        powers = _without_outliers([math.log10(min(LARGEST, value)) for value in positive])
-        low, high = (10**power for power in powers)
-    low, high = (min(LARGEST, max(SMALLEST, value)) for value in (low, high))
-    if math.log10(low) == math.log10(high):  # as of values that differ in their last digit only
-        return Scale(high / 2, high * 2, log=True)
-    return Scale(low, high, log=True)
-
-
-def _linear_scale(values: list[float], *, zero: bool, ceiling: float | None, robust: bool) -> Scale:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    log = log and max(values, default=1.0) > 0
+    if log:
+        values = [value for value in values if value > 0] or [1.0]
     if robust and values:
-        low, high = _without_outliers(values)
-    low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
+        values = _without_outliers(values, log=log)
+    ends = min(values, default=0.0), max(values, default=1.0)
+    least = SMALLEST if log else -LARGEST
+    low, high = (min(LARGEST, max(least, value)) for value in ends)
+    if log:
+        # As of values that differ in their last digit only.
+        same = math.log10(low) == math.log10(high)
+        return Scale(high / 2, high * 2, log) if same else Scale(low, high, log)
     if zero:
         low = min(0.0, low)
     if ceiling is not None:

@@ -94,10 +94,8 @@ class ChartPanel(Container, CachedLinesMixin):
         for chart in self.charts[:1]:
             self.screen.set_focus(chart)
 
-    async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
-        """Show what ``layout`` says, some pages further. Return whether other charts are shown than
-        before.
-        """
+    async def change(self, layout: ChartLayout, turned: int = 0) -> None:
+        """Show what ``layout`` says, some pages further."""
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
@@ -105,7 +103,7 @@ class ChartPanel(Container, CachedLinesMixin):
         page = shown.page(self.page.number + turned, self.room)
         before, self.page = self.page, page
         if before == replace(page, number=before.number, pages=before.pages):
-            return False
+            return
         focused = next((chart.id for chart in self.charts if chart.has_focus), None)
         with self.app.batch_update():
             await self.remove_children()
@@ -114,7 +112,6 @@ class ChartPanel(Container, CachedLinesMixin):
         if focused is not None:
             again = [chart for chart in self.charts if chart.id == focused] or self.charts
             self.screen.set_focus(again[0])
-        return True
 
     def show(
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()

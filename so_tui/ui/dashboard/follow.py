@@ -292,18 +292,19 @@ class _OverlaidRun(_ReadRun):
 
     def _sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
         """Return the numbers of the samples, at their steps, with their times moved."""
-        found: dict[str, tuple[Line, ...]] = {}
-        moved: dict[int, tuple[array[float], array[float]]] = {}
-        for name, lines in self._loads.store.sampled().items():
-            at_steps: list[Line] = []
-            for line in lines:
-                if id(line.times) not in moved:
-                    times = array("d", (at + shift_s for at in line.times))
-                    moved[id(line.times)] = times, steps_at(line.times, line.length, self._whole)
-                times, steps = moved[id(line.times)]
-                at_steps.append(replace(line, times=times, steps=steps))
-            found[name] = tuple(at_steps)
-        return found
+        sampled = self._loads.store.sampled()
+        parts = {id(line.times): line for lines in sampled.values() for line in lines}
+        moved = {
+            part: {
+                "times": array("d", (at + shift_s for at in line.times)),
+                "steps": steps_at(line.times, line.length, self._whole),
+            }
+            for part, line in parts.items()
+        }
+        return {
+            name: tuple(replace(line, **moved[id(line.times)]) for line in lines)
+            for name, lines in sampled.items()
+        }
 
 
 class Overlays:

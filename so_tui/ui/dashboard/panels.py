@@ -152,13 +152,12 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         super().__init__(id="log")
         self.lines: list[str] = []
         self.partial = ""
-        self._widest = 0
         self._found = -1
         self._role_styles = RoleStyles(self.ROLES)
 
     def clear(self) -> None:
         """Forget every line, for another run, which is followed from its end."""
-        self.lines, self.partial, self._found, self._widest = [], "", -1, 0
+        self.lines, self.partial, self._found = [], "", -1
         self.following = True
         self._resize_content()
 
@@ -175,11 +174,11 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             gone = len(self.lines) - MOST_LINES
             del self.lines[:gone]
             self._found = max(-1, self._found - gone)
-        self._widest = max(self._widest, max(map(len, [*added, partial]), default=0))
         self._resize_content()
 
     def _resize_content(self) -> None:
-        size = Size(self._widest if self.is_maximized else 0, len(self.lines) + bool(self.partial))
+        shown = [*self.lines, self.partial] if self.is_maximized else [""]
+        size = Size(max(map(len, shown)), len(self.lines) + bool(self.partial))
         bars = size.height > self.size.height, size.width > self.size.width
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
             # More lines behind the same scrollbars: nothing else on the screen moves, so it need
