@@ -295,14 +295,15 @@ class _OverlaidRun(_ReadRun):
         sampled = self._loads.store.sampled()
         parts = {id(line.times): line for lines in sampled.values() for line in lines}
         moved = {
-            part: {
-                "times": array("d", (at + shift_s for at in line.times)),
-                "steps": steps_at(line.times, line.length, self._whole),
-            }
+            part: replace(
+                line,
+                times=array("d", (at + shift_s for at in line.times)),
+                steps=steps_at(line.times, line.length, self._whole),
+            )
             for part, line in parts.items()
         }
         return {
-            name: tuple(replace(line, **moved[id(line.times)]) for line in lines)
+            name: tuple(replace(moved[id(line.times)], series=line.series) for line in lines)
             for name, lines in sampled.items()
         }
 

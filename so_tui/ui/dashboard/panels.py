@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
@@ -220,10 +221,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self.refresh()
 
     @property
-    def matches(self) -> int:
-        """Number of lines that contain the searched text."""
+    def matches(self) -> list[int]:
+        """Indices of the lines that contain the searched text."""
         wanted = self.needle.lower()
-        return sum(wanted in line.lower() for line in self.lines) if wanted else 0
+        return [at for at, line in enumerate(self.lines) if wanted and wanted in line.lower()]
 
     def action_follow(self) -> None:
         self.following = True
@@ -238,16 +239,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
     def action_next_match(self, direction: int) -> None:
         """Scroll to the next line with the searched text, from the newest backwards at first."""
-        wanted = self.needle.lower()
-        if not wanted or not self.lines:
-            return
-        count = len(self.lines)
-        start = self._found if self._found >= 0 else (-1 if direction > 0 else count)
-        for distance in range(1, count + 1):
-            index = (start + direction * distance) % count
-            if wanted in self.lines[index].lower():
-                self.go_to(index)
-                return
+        if matches := self.matches:
+            before = bisect_left(matches, self._found) - 1
+            following = bisect_right(matches, self._found)
+            self.go_to(matches[(following if direction > 0 else before) % len(matches)])
 
     def draw_line(self, y: int) -> Strip:
         scroll_x, scroll_y = self.scroll_offset
@@ -356,7 +351,7 @@ class LogPanel(KeptVertical):
         if not log.needle:
             self.heading.update("log", text)
             return
-        found = f"{plural(log.matches, 'line')} with “{log.needle}”"
+        found = f"{plural(len(log.matches), 'line')} with “{log.needle}”"
         through = f"{found}, n and N go through them"
         self.heading.update("log", f"{text}   {through}", through, found, text)
 
