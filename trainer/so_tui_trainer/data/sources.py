@@ -406,7 +406,7 @@ def _refuse_elsewhere(files: Iterable[str], root: str, source: DataSource) -> No
                 "data-file-elsewhere",
                 "data.source",
                 source.source,
-                f"says that it has the file {file}, which is not in it",
+                f"names the file {file}, which is outside it",
                 "Look at its README.md, or at the files that `save_to_disk` wrote. Name the file "
                 "itself if you want to train on it.",
             )
@@ -819,7 +819,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
                     "data.source",
                     source.source,
                     "has changed while it was read",
-                    "Try again when nobody writes there, or copy it into a folder of your own.",
+                    "Try again while no one writes there, or copy it into a folder of your own.",
                 )
             return read
         if _looks_like_path(name):
