@@ -222,7 +222,7 @@ class _Canvas:
 
     def _column(self, column: int, low: int, high: int, layer: int, beside: Set[int]) -> None:
         """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the
-        whole cell, or stands ``beside`` others.
+        whole cell, or shares it with those of ``beside``.
         """
         cell, sub = divmod(column, len(self._runs))
         table, rows, last = self._runs[sub], len(self._runs[sub]), self.dots - 1

@@ -200,7 +200,7 @@ class RunFollower(_ReadRun):
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
             return
-        # What waits has a plan, but its job makes another one for its node.
+        # A queued run has a plan, but its job makes another one for its node.
         queued = state.state == "queued"
         self._attempt = -1 if queued else state.attempt
         # Not written yet, or by another version: the dashboard leaves out what only they contain.
