@@ -320,7 +320,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             lines = view.memory
         look = size, glyphs_of(self.app), id(styles), self.plot, memory_unit()
         key = look, heat, plot_key(lines, axis)
-        name = (view.host, view.id)
+        name = (view.host, view.sample.id)
         if name not in self._plots or self._plots[name][0] != key:
             if self.plot == "cores":
                 drawn = self._heat(view, heat, axis, size, styles)
@@ -377,7 +377,7 @@ def _heading(picture: _NodePicture, busy: _Busy, width: int) -> _Cells:
     """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
     GiB``, shortened to fit.
     """
-    node = (picture.host, f"node {picture.view.id}")
+    node = (picture.host, f"node {picture.view.sample.id}")
     for ranks, long, whose in (
         (picture.ranks, True, True),
         (picture.ranks, False, True),

@@ -4,7 +4,7 @@ functions from a snapshot to content.
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -176,11 +176,11 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
 def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> list[Pieces]:
     """Return the time left (or that it stops, or its duration), then the last checkpoint."""
     tail: list[Pieces] = []
-    step_s = snapshot.step_s
+    times = [record.step_s for record in snapshot.recent]
     if snapshot.live and snapshot.stop_asked:
         tail.append([("asked to stop", "$warning")])
-    elif snapshot.training and steps_left > 0 and math.isfinite(step_s):
-        tail.append([("left ", "$faint"), duration(steps_left * step_s)])
+    elif snapshot.training and steps_left > 0 and times:
+        tail.append([("left ", "$faint"), duration(steps_left * statistics.median(times))])
     elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
         tail.append([("took ", "$faint"), duration(state.took_s)])
     if snapshot.events.checkpoints and not snapshot.deleted:

@@ -5,12 +5,11 @@ follower's thread to the event loop.
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from so_tui.launch.supervisor.samples import HostProcess
@@ -32,14 +31,12 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.samples import roll_up
 from so_tui.spec import RunSpec
-from so_tui.ui.charts.series import Axis, Line, Series, StepSeries
+from so_tui.ui.charts.series import Axis, Line, Series, Span, StepSeries
 
 # What a run and its hosts did at the cursor: the record of its step, and the samples that were
 # taken during it.
 
 
-Position = tuple[float, float]
-"""Step and time of the cursor."""
 _STEPS_BACK = 50
 """How far the last recorded step may lie before the cursor: a run may record only some of its
 steps.
@@ -57,13 +54,14 @@ _EVERY_ROW = 1_000_000
 class Inspected:
     """What is known of one position."""
 
-    position: Position
+    position: Span
+    """Step and time of the cursor."""
     step: StepRecord | None
     samples: Mapping[str, Sample]
     """Means of each host during the step."""
 
 
-def inspect(reader: RunReader, position: Position) -> Inspected:
+def inspect(reader: RunReader, position: Span) -> Inspected:
     """Return what is known of a position. Raises OSError."""
     step, time = position
     last = deque(reader.metrics.steps(step - _STEPS_BACK, step), maxlen=1)
@@ -103,8 +101,6 @@ MEMORY = {"node.memory_used_bytes": "memory", "node.file_cache_bytes": "other"}
 """Wanted for memory over time: in use, and the file cache in it, with their roles."""
 BAND = "band"
 """Least and greatest load of a node's cores."""
-_ALWAYS = {"node": (NODE_BUSY,), "gpu": (GPU_BUSY,), "host": ()}
-"""Kept of each kind of part, whatever is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,6 @@ class NodeView:
     """One NUMA node of one host: its newest sample, and its load over time."""
 
     host: str
-    id: int
     cpus: Cpus
     sample: NodeSample
     load: tuple[Line, Line]
@@ -171,16 +166,14 @@ class Hosts:
         return len({node.host for node in self.nodes})
 
 
+@dataclass(slots=True)
 class _Load:
     """What is known of one node, GPU or host over time: rows of several series."""
 
-    __slots__ = ("cores", "series", "times")
-
-    def __init__(self) -> None:
-        self.times = array("d")
-        self.cores: list[bytes] = []
-        """Load of each core of a node in percent, if wanted."""
-        self.series: defaultdict[str, Series] = defaultdict(Series)
+    times: array[float] = field(default_factory=lambda: array("d"))
+    cores: list[bytes] = field(default_factory=list)
+    """Load of each core of a node in percent, if wanted."""
+    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
 
     def line(self, name: str, role: str) -> Line:
         """Return a series as a line of a chart."""
@@ -202,10 +195,10 @@ class LoadStore:
         which lack some of them.
         """
         self.wanted = tuple(names)
-        self._kept = {kind: dict.fromkeys(always) for kind, always in _ALWAYS.items()}
-        for name in self.wanted:
-            if name != CORES:
-                self._kept[name.partition(".")[0]][name] = None
+        self._kept: defaultdict[str, list[str]] = defaultdict(list)
+        """Numbers of each kind of part."""
+        for name in {NODE_BUSY, GPU_BUSY, *names} - {CORES}:
+            self._kept[name.partition(".")[0]].append(name)
         self.clear()
 
     def append(self, host: str, sample: Sample) -> None:
@@ -214,7 +207,7 @@ class LoadStore:
             load = self._loads[kind, host, index]
             load.times.append(sample.time)
             if isinstance(part, NodeSample):
-                load.series[BAND].append_range(float(min(part.cores)), float(max(part.cores)))
+                load.series[BAND].extend((min(part.cores), max(part.cores)), 2)
                 if CORES in self.wanted:
                     cores = bytes(min(100, max(0, core)) for core in part.cores)
                     count = len(load.cores[0]) if load.cores else len(cores)
@@ -247,14 +240,15 @@ class LoadStore:
 
     def sampled(self) -> SampledLines:
         """Return what was wanted, by name."""
-        found: dict[str, list[_Sampled]] = {}
-        for (_, host, index), load in self._loads.items():
-            times = load.times
-            for name, series in load.series.items():
-                if name in self.wanted:
-                    number = _Sampled(series, len(times), times, None, "main", "", host, index)
-                    found.setdefault(name, []).append(number)
-        return {name: tuple(lines) for name, lines in found.items()}
+        found = {
+            name: tuple(
+                _Sampled(series, len(load.times), load.times, None, "main", "", host, index)
+                for (_, host, index), load in self._loads.items()
+                if (series := load.series.get(name)) is not None
+            )
+            for name in self.wanted
+        }
+        return {name: lines for name, lines in found.items() if lines}
 
 
 def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: Cpus) -> NodeView:
@@ -263,7 +257,6 @@ def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: 
     kept = MEMORY.keys() <= load.series.keys()
     return NodeView(
         host,
-        node.id,
         cpus,
         node,
         (load.line(BAND, "band"), load.line(NODE_BUSY, "main")),
@@ -491,12 +484,6 @@ class Snapshot:
         """The step at the cursor, or the newest ones."""
         inspected = self.hosts.inspected
         return (inspected.step,) if inspected is not None and inspected.step else self.recent
-
-    @property
-    def step_s(self) -> float:
-        """Median time of the newest steps; NaN without any."""
-        times = [record.step_s for record in self.recent]
-        return statistics.median(times) if times else math.nan
 
 
 @dataclass(frozen=True, slots=True)

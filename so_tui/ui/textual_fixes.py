@@ -130,14 +130,9 @@ class DrawnRowsMixin(DrawsPrintable):
         """Return what the rows depend on besides the data."""
         return self.outer_size, self.has_focus, self.app.theme
 
-    @property
-    def drawn(self) -> bool:
-        """Whether the rows were drawn for the present size, theme and focus."""
-        return self._drawn == self.row_key()
-
     def repaint(self) -> None:
         """Draw other data now, and repaint the cells that changed."""
-        if not self.drawn:
+        if self._drawn != self.row_key():
             self.redraw()
             return
         before, self._strips = self._strips, self.draw_rows()
@@ -155,8 +150,8 @@ class DrawnRowsMixin(DrawsPrintable):
         super().notify_style_update()
 
     def draw_line(self, y: int) -> Strip:
-        if not self.drawn:
-            self._strips, self._drawn = self.draw_rows(), self.row_key()
+        if self._drawn != (key := self.row_key()):
+            self._strips, self._drawn = self.draw_rows(), key
         if y < len(self._strips):
             return self._strips[y]
         return Strip.blank(self.size.width, self.rich_style)

@@ -156,7 +156,7 @@ async def test_the_log_is_followed_searched_and_followed_again(runs_dir: Path) -
         await ui.press("slash")
         await ui.type_text("step 42/")
         await ui.press("enter")
-        assert (log.matches, log.following) == (1, False)
+        assert (len(log.matches), log.following) == (1, False)
         await ui.until(lambda: "1 line with “step 42/”" in ui.text())
         assert any("step 42/" in row for row in rows_of(log))
         await ui.press("f")

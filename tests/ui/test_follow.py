@@ -42,7 +42,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     follower = RunFollower(run)
     first = follower.poll(WANTED)
     assert (first.length, first.live, first.plan is not None) == (300, True, True)
-    assert [node.id for node in first.hosts.nodes] == [0, 1, 2, 3]
+    assert [node.sample.id for node in first.hosts.nodes] == [0, 1, 2, 3]
     assert first.hosts.nodes[1].cpus == tuple(range(72, 144))
     loss = first.whole.series["loss"]
     assert (loss.has_gap(0, 99), loss.has_gap(99, 109)) == (False, True)
@@ -224,7 +224,7 @@ def test_unread_samples_are_shown_by_a_later_poll(
         follower.poll(WANTED)
         for _ in range(polls):
             hosts = follower.poll(Wanted(("loss",), samples=("gpu.power_w",))).hosts
-        nodes = [(node.host, node.id, node.load[0].length) for node in hosts.nodes]
+        nodes = [(node.host, node.sample.id, node.load[0].length) for node in hosts.nodes]
         return nodes, [line.length for line in hosts.sampled["gpu.power_w"]]
 
     expected = shown(1)

@@ -78,19 +78,21 @@ def test_not_a_number_is_a_gap_and_not_a_bridge() -> None:
 
 def test_log_scale_gives_equal_ratios_equal_heights() -> None:
     scale = drawing.fit_scale([[(0.001, 1000.0)]], log=True)
-    heights = [scale.height(value, 61) for value in (0.0, 0.001, 0.01, 1.0, 100.0, 1000.0)]
-    assert heights == [None, 0, 10, 30, 50, 60]
+    values = 0.0, 0.001, 0.01, 1.0, 100.0, 1000.0
+    heights = scale.heights([(value, value) for value in values], 61)
+    assert heights == [None, (0, 0), (10, 10), (30, 30), (50, 50), (60, 60)]
     assert drawn([1.0, -1.0, 1.0], 6, 2, log=True)
     assert not drawing.fit_scale([[(-2.0, -1.0)]], log=True).log, "nothing to take the logarithm of"
 
 
 def test_scales_without_spread_or_data_still_have_a_height() -> None:
-    assert drawing.fit_scale([[(3.0, 3.0)]]).height(3.0, 9) == 4
+    assert drawing.fit_scale([[(3.0, 3.0)]]).heights([(3.0, 3.0)], 9) == [(4, 4)]
     assert drawing.fit_scale([[]]) == drawing.Scale(-0.05, 1.05)
     assert drawing.fit_scale([[(2.0, 4.0)]], zero=True).low == 0
     for value in (1e-5, 3e-4, 1e5, 1e16):  # such as means of a constant learning rate
         scale = drawing.fit_scale([[(value, math.nextafter(value, math.inf))]], log=True)
-        assert 0 < (scale.height(value, 100) or 0) < 99
+        ((row, _),) = filter(None, scale.heights([(value, value)], 100))
+        assert 0 < row < 99
 
 
 def test_a_mean_after_a_spike_is_exact() -> None:

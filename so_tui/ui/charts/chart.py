@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -172,19 +172,13 @@ DRAGGED_CELLS = 2
 """Cells that the mouse moves with its button held before that is a drag and no click."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Drag:
+class _Drag(NamedTuple):
     """The mouse with a button held: where that began and where it is, in cells."""
 
     start: int
     at: int
     pans: bool
     """Whether the axis is pushed; otherwise a range is chosen."""
-    moved: bool = False
-
-    @property
-    def far(self) -> bool:
-        return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
 
 
 # What a chart shows: one or several numbers of the step records or of the samples, with their
@@ -371,10 +365,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def chosen(self) -> tuple[int, int] | None:
         """First cell and end of the range that is being dragged over."""
         drag = self._drag
-        if drag is None or drag.pans or not drag.far:
+        if drag is None or drag.pans or abs(drag.at - drag.start) < DRAGGED_CELLS:
             return None
-        first, last = sorted((drag.start, drag.at))
-        return (first, last) if first < last else None
+        return min(drag.start, drag.at), max(drag.start, drag.at)
 
     def _x_at(self, offset: int) -> float | None:
         cell, width = offset - self.inset - GUTTER, self.columns
@@ -399,15 +392,15 @@ class Chart(DrawnRowsMixin, can_focus=True):
         drag, first = self._drag, self.inset + GUTTER
         if drag is None or event.x == drag.at:
             return
-        moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
-        if not moved.pans:
-            self._drag = moved
+        at = min(first + self.columns, max(first, event.x))
+        if not drag.pans:
+            self._drag = drag._replace(at=at)
             self.repaint()
-        elif moved.far:
+        elif self._dragged or abs(at - drag.start) >= DRAGGED_CELLS:
             self._dragged = True
-            share = (drag.start - moved.at) / max(1, self.columns)
+            share = (drag.start - at) / max(1, self.columns)
             self.post_message(self.Moved("panned", {"share": share}))
-            self._drag = replace(moved, start=moved.at, moved=True)
+            self._drag = _Drag(at, at, pans=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
         if self._drag is None:

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.charts.series import Axis, Line, Span
 from so_tui.ui.text import GlyphName
 
-Span = tuple[float, float]
 Spans = list[Span | None]
 """Extremes of a line by column; None where there is nothing to draw."""
 OUTLIER_RANGES = 3.0
@@ -34,24 +34,19 @@ LARGEST, SMALLEST = 1e300, 1e-300
 """Range of what a scale shows: nearer to the limits of floats, its arithmetic would overflow."""
 
 
-@dataclass(frozen=True)
-class _Glyphs:
+class _Glyphs(NamedTuple):
     """How many dots a character cell holds, and which character shows which dots."""
 
-    columns: int
-    rows: int
-    bits: tuple[tuple[int, ...], ...]
+    bits: Sequence[Sequence[int]]
     """Bit of a dot, by column, then by row from the top."""
     characters: str
     """Character of each mask."""
 
 
 _GLYPHS: dict[GlyphName, _Glyphs] = {
-    "braille": _Glyphs(
-        2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))
-    ),
-    "block": _Glyphs(2, 2, ((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
-    "ascii": _Glyphs(1, 2, ((1, 2),), " '.|"),
+    "braille": _Glyphs(((1, 2, 4, 64), (8, 16, 32, 128)), "".join(map(chr, range(0x2800, 0x2900)))),
+    "block": _Glyphs(((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
+    "ascii": _Glyphs(((1, 2),), " '.|"),
 }
 
 
@@ -63,29 +58,20 @@ class Scale:
     high: float
     log: bool = False
 
-    def height(self, value: float, dots: int) -> int | None:
-        """Return the dot row of ``value`` counted from the bottom, clamped into
-        ``0 .. dots - 1``.
-        """
-        low, high = self.low, self.high
-        if self.log:
-            if value <= 0:
-                return None
-            value, low, high = map(math.log10, (value, low, high))
-        share = (value - low) / (high - low)
-        return round(min(dots - 1, max(0, share * (dots - 1))))
-
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
-        """Return the lowest and highest dot row of each span; None where nothing can be shown."""
+        """Return the lowest and highest dot row of each span, counted from the bottom and clamped
+        into ``0 .. dots - 1``; None where nothing can be shown.
+        """
+        base, end, top, shown = self.low, self.high, dots - 1, found
         if self.log:
-            return [
-                (self.height(span[0], dots) or 0, high)
-                if span is not None and (high := self.height(span[1], dots)) is not None
+            base, end = math.log10(base), math.log10(end)
+            shown = [
+                (math.log10(max(SMALLEST, span[0])), math.log10(span[1]))
+                if span is not None and span[1] > 0
                 else None
                 for span in found
             ]
-        base, top = self.low, dots - 1
-        factor = top / (self.high - base)
+        factor = top / (end - base)
         return [
             None
             if span is None
@@ -93,7 +79,7 @@ class Scale:
                 round(min(top, max(0, (span[0] - base) * factor))),
                 round(min(top, max(0, (span[1] - base) * factor))),
             )
-            for span in found
+            for span in shown
         ]
 
 
@@ -108,16 +94,15 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[Spans, list[int]]:
     return found, [column for column, part in enumerate(parts) if has_gap(*part)]
 
 
-def _without_outliers(values: list[float]) -> Span:
-    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of
-    their middle half around it.
+def _without_outliers(values: list[float], *, log: bool) -> list[float]:
+    """Return those values, ascending, that lie within OUTLIER_RANGES times the range of their
+    middle half around it, as a scale shows them.
     """
     values.sort()
-    first, third = values[len(values) // 4], values[3 * len(values) // 4]
+    shown = [math.log10(min(LARGEST, value)) for value in values] if log else values
+    first, third = shown[len(shown) // 4], shown[3 * len(shown) // 4]
     reach = OUTLIER_RANGES * (third - first)
-    return values[bisect_left(values, first - reach)], values[
-        bisect_right(values, third + reach) - 1
-    ]
+    return values[bisect_left(shown, first - reach) : bisect_right(shown, third + reach)]
 
 
 def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
@@ -142,28 +127,18 @@ def fit_scale(
     ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
     """
     values = [value for line in lines for span in line if span is not None for value in span]
-    if log and max(values, default=1.0) > 0:
-        return _log_scale([value for value in values if value > 0], robust=robust)
-    return _linear_scale(values, zero=zero, ceiling=ceiling, robust=robust)
-
-
-def _log_scale(positive: list[float], *, robust: bool) -> Scale:
-    """Return a logarithmic scale of positive values; without any: 1."""
-    low, high = min(positive, default=1.0), max(positive, default=1.0)
-    if robust and positive:
-        powers = _without_outliers([math.log10(min(LARGEST, value)) for value in positive])
-        low, high = (10**power for power in powers)
-    low, high = (min(LARGEST, max(SMALLEST, value)) for value in (low, high))
-    if math.log10(low) == math.log10(high):  # as of values that differ in their last digit only
-        return Scale(high / 2, high * 2, log=True)
-    return Scale(low, high, log=True)
-
-
-def _linear_scale(values: list[float], *, zero: bool, ceiling: float | None, robust: bool) -> Scale:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    log = log and max(values, default=1.0) > 0
+    if log:
+        values = [value for value in values if value > 0] or [1.0]
     if robust and values:
-        low, high = _without_outliers(values)
-    low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
+        values = _without_outliers(values, log=log)
+    ends = min(values, default=0.0), max(values, default=1.0)
+    least = SMALLEST if log else -LARGEST
+    low, high = (min(LARGEST, max(least, value)) for value in ends)
+    if log:
+        # As of values that differ in their last digit only.
+        same = math.log10(low) == math.log10(high)
+        return Scale(high / 2, high * 2, log) if same else Scale(low, high, log)
     if zero:
         low = min(0.0, low)
     if ceiling is not None:
@@ -228,17 +203,6 @@ def _time_values(low: float, high: float, most: int) -> list[float]:
     return [_DAY * days for days in _round_values(low / _DAY, high / _DAY, most)]
 
 
-@cache
-def _runs(glyphs: _Glyphs) -> list[list[list[int]]]:
-    """Return the mask of a run of dots within a cell, by column, first and last dot from the
-    top.
-    """
-    rows = range(glyphs.rows)
-    return [
-        [[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits
-    ]
-
-
 class _Canvas:
     """A grid of dots, ``width`` x ``height`` cells, and the layer that last drew in each cell."""
 
@@ -246,20 +210,22 @@ class _Canvas:
         self.width, self.height, self.glyphs = width, height, glyphs
         self.masks = [[0] * width for _ in range(height)]
         self.layers = [[-1] * width for _ in range(height)]
-        self.columns = width * glyphs.columns
-        self.dots = height * glyphs.rows
-        self._runs = _runs(glyphs)
-        self._beside: frozenset[int] = frozenset()
-        """Layers whose dots stay where the present one is drawn."""
+        dots = range(len(glyphs.bits[0]))
+        self.columns, self.dots = width * len(glyphs.bits), height * len(dots)
+        self._runs = [
+            [[sum(bits[first : last + 1]) for last in dots] for first in dots]
+            for bits in glyphs.bits
+        ]
+        """Mask of a run of dots within a cell, by column, first and last dot from the top."""
         self._signs: dict[int, dict[int, str]] = {}
         """Characters in place of dots, by row and cell."""
 
-    def column(self, column: int, low: int, high: int, layer: int) -> None:
+    def _column(self, column: int, low: int, high: int, layer: int, beside: Set[int]) -> None:
         """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the
-        whole cell, or stands beside others.
+        whole cell, or shares it with those of ``beside``.
         """
-        cell, sub = divmod(column, self.glyphs.columns)
-        table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
+        cell, sub = divmod(column, len(self._runs))
+        table, rows, last = self._runs[sub], len(self._runs[sub]), self.dots - 1
         first_row, first_dot = divmod(last - high, rows)
         last_row, last_dot = divmod(last - low, rows)
         for row in range(first_row, last_row + 1):
@@ -268,7 +234,7 @@ class _Canvas:
             layers, masks = self.layers[row], self.masks[row]
             if layers[cell] == layer:
                 masks[cell] |= mask
-            elif layers[cell] in self._beside:
+            elif layers[cell] in beside:
                 masks[cell] |= mask
                 if cell % 2:  # a cell has one colour: each has its turn
                     layers[cell] = layer
@@ -282,7 +248,7 @@ class _Canvas:
         gaps: Sequence[int],
         scale: Scale,
         layer: int,
-        beside: frozenset[int] = frozenset(),
+        beside: Set[int] = frozenset(),
     ) -> None:
         """Draw one line or band: each column's span, joined to the one before it unless a gap lies
         between them. Columns between two spans are filled.
@@ -290,7 +256,6 @@ class _Canvas:
         Layers ``beside`` stay visible where this one is drawn: their dots remain, and every other
         shared cell keeps their colour.
         """
-        self._beside = beside
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
         bottom = top = 0
@@ -315,7 +280,7 @@ class _Canvas:
                     bottom = most
                 elif top < least:
                     top = least
-                self.column(at, bottom, top, layer)
+                self._column(at, bottom, top, layer, beside)
             before = None if column in broken else (column, low, high)
 
     def sign(self, layer: int, character: str) -> None:
@@ -409,9 +374,9 @@ def plot_rows(
         # In a plot of one or two rows a GPU's line would hide that of its node all along, and a
         # value the limit that it is close to.
         below = [(other, line.role) for other, line in enumerate(lines[:layer])]
-        beside = frozenset(
+        beside = {
             other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band")
-        )
+        }
         canvas.draw(found, gaps, scale, layer, beside)
     for layer, line in enumerate(lines):
         if line.sign:
@@ -447,8 +412,7 @@ def axis_row(
         covered = {column for start, label in labels for column in range(start, start + len(label))}
         marked = {column: mark for column, mark in marked.items() if column not in covered}
     for start, label in labels:
-        for offset, character in enumerate(label[: width - start]):
-            cells[start + offset] = (character, "label")
+        cells[start : start + len(label)] = [(character, "label") for character in label]
     for column, mark in marked.items():
         cells[column] = (mark.sign, mark.role)
     return joined(cells, styles)
@@ -528,17 +492,12 @@ def with_cursor(
     """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the
     cursor's colour.
     """
-    if cursor is None or not axis.low <= cursor <= axis.high:
+    if not row or cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
-    for number, (text, beside, _) in enumerate(row):
-        if column < len(text):  # each character of a plot takes one cell
-            sign = text[column] if text[column] not in " \u2800" else "│"
-            parts = (text[:column], beside), (sign, style), (text[column + 1 :], beside)
-            shown = [Segment(part, styled) for part, styled in parts if part]
-            return [*row[:number], *shown, *row[number + 1 :]]
-        column -= len(text)
-    return row
+    before, cell, after = Strip(row, width).divide([column, column + 1, width])
+    sign = cell.text.strip(" \u2800") or "│"
+    return [*before, Segment(sign, style), *after]
 
 
 def gutter_text(
@@ -549,10 +508,10 @@ def gutter_text(
     """
     texts = [" " * GUTTER] * height
     written = Scale(scale.low / per, scale.high / per, scale.log)
-    for value in _ticks(written, max(2, height // 3 + 1)):
-        row = scale.height(value * per, height)
-        if row is not None:
-            texts[height - 1 - row] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
+    ticks = _ticks(written, max(2, height // 3 + 1))
+    for value, rows in zip(ticks, written.heights([(at, at) for at in ticks], height), strict=True):
+        if rows is not None:
+            texts[height - 1 - rows[0]] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
     return texts
 
 

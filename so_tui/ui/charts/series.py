@@ -9,7 +9,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from so_tui.runs.results import MEAN_RECORDS
 from so_tui.svg import Curve, curves
 from so_tui.units import mark_duration, plural, thousands
 
+Span = tuple[float, float]
+"""Two values or positions on an axis, or a step and its time."""
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
 memory.
@@ -64,12 +67,9 @@ class Series:
             values = [value if math.isfinite(value) else math.nan for value in values]
             lows = [math.inf if value != value else value for value in values]
             highs = [-math.inf if value != value else value for value in values]
-            for index, value in enumerate(values):
-                if value != value:
-                    at = len(self) + index // several
-                    if not self._gaps or self._gaps[-1] != at:
-                        self._gaps.append(at)
-                    self.missing += 1
+            gaps = [index for index, value in enumerate(values) if value != value]
+            self._gaps.extend(dict.fromkeys(len(self) + index // several for index in gaps))
+            self.missing += len(gaps)
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -77,14 +77,6 @@ class Series:
             self._lows[0].extend(lows)
             self._highs[0].extend(highs)
         self._last.extend(values)
-        self._combine()
-
-    def append_range(self, low: float, high: float) -> None:
-        """Append the extremes of several finite values."""
-        self._separate()
-        self._lows[0].append(low)
-        self._highs[0].append(high)
-        self._last.append(low / 2 + high / 2)
         self._combine()
 
     def halved(self) -> Series:
@@ -199,17 +191,16 @@ class _TrailingMean:
         return means
 
 
+@dataclass(slots=True)
 class _ExponentialMean:
     """Exponential moving average of the finite values, corrected for the missing past of the first
     ones.
     """
 
-    __slots__ = ("_share", "_total", "weight")
-
-    def __init__(self, weight: float) -> None:
-        """``weight`` is that of the past at each value, from 0 to below 1."""
-        self.weight = weight
-        self._total = self._share = 0.0
+    weight: float
+    """That of the past at each value, from 0 to below 1."""
+    _total: float = 0.0
+    _share: float = 0.0
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
         """Add values of later steps. Return the average at each of them, NaN before the first
@@ -246,6 +237,15 @@ class Line:
 
 Named = tuple[Line, str]
 """A line with its name in a heading or a legend; a chart hides the value of one without."""
+
+
+def interpolated(xs: Sequence[float], ys: Sequence[float], length: int, x: float) -> float:
+    """Return the value at ``x`` between the first points, and outside that of the nearest one."""
+    right = bisect_left(xs, x, 0, length)
+    if right in (0, length):
+        return ys[min(right, length - 1)]
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +285,7 @@ class Axis:
         """
         if not self.length:
             return math.inf
-        right = bisect_left(self.steps, step, 0, self.length)
-        if right in (0, self.length):
-            return self.times[min(right, self.length - 1)]
-        before, after = self.steps[right - 1], self.steps[right]
-        share = (step - before) / (after - before)
-        return self.times[right - 1] + share * (self.times[right] - self.times[right - 1])
+        return interpolated(self.steps, self.times, self.length, step)
 
     def position(self, x: float) -> tuple[float, float]:
         """Return a position on the axis as step and time; the step is the last one done by then, 0
@@ -389,8 +384,15 @@ def mean_of(metric: str) -> str:
     return f"{metric} mean"
 
 
-def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
-    """Return the losses of evaluations as a line, with their times moved by ``shift_s``."""
+@lru_cache(maxsize=32)
+def evaluation_line(
+    records: tuple[EvaluationRecord, ...], role: str, shift_s: float = 0.0
+) -> Line | None:
+    """Return the losses of evaluations as a line, with their times moved by ``shift_s``; None
+    without any. The same evaluations are the same line, which need not be drawn again.
+    """
+    if not records:
+        return None
     series = Series()
     series.extend([record.loss for record in records])
     times = array("d", (record.time + shift_s for record in records))
@@ -520,8 +522,6 @@ class FollowedSteps:
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
         self._rows: StepRows | None = None
-        self._made: object = None
-        """What ``_next`` is for."""
         self._next = self.series
         """What is read: ``series`` themselves, unless those are still whole while all is read
         again.
@@ -533,9 +533,9 @@ class FollowedSteps:
         """Read what the reader has found since, or all again where that is necessary, for about
         ``limit_s``; ``span`` is that of the means. Return whether there is more. Raises OSError.
         """
-        made = wanted.fields, wanted.smoothed, wanted.ema, span
-        if self._rows is None or self._rows.outdated or self._made != made:
-            self._rows, self._made = StepRows(self._reader, wanted.fields), made
+        wanted, now = replace(wanted, samples=()), self._next
+        if self._rows is None or self._rows.outdated or (now.wanted, now.span) != (wanted, span):
+            self._rows = StepRows(self._reader, wanted.fields)
             self._next, self._left = StepSeries(span, wanted), []
         for rows in self._rows.read(limit_s):
             self._left += rows

@@ -4,7 +4,6 @@ that the screen hands in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -50,21 +49,11 @@ class ChartPanel(Container, CachedLinesMixin):
 
     def compose(self) -> ComposeResult:
         self._set_grid()
-        yield from self._new_charts()
-
-    def _new_charts(self) -> Iterator[Chart]:
-        for metric in self.page.metrics:
-            chart = Chart(metric)
-            self._set_scales(chart)
-            yield chart
+        yield from map(Chart, self.page.metrics)
 
     def _set_grid(self) -> None:
         self.styles.grid_size_columns = self.page.columns
         self.styles.grid_size_rows = self.page.rows
-
-    def _set_scales(self, chart: Chart) -> None:
-        chart.log_scale = chart.metric.key in self.chart_layout.log
-        chart.robust = chart.metric.key in self.chart_layout.robust
 
     @property
     def charts(self) -> list[Chart]:
@@ -105,29 +94,24 @@ class ChartPanel(Container, CachedLinesMixin):
         for chart in self.charts[:1]:
             self.screen.set_focus(chart)
 
-    async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
-        """Show what ``layout`` says, some pages further. Return whether other charts are shown than
-        before.
-        """
+    async def change(self, layout: ChartLayout, turned: int = 0) -> None:
+        """Show what ``layout`` says, some pages further."""
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
         page = shown.page(self.page.number + turned, self.room)
         before, self.page = self.page, page
-        for chart in self.charts:
-            self._set_scales(chart)
         if before == replace(page, number=before.number, pages=before.pages):
-            return False
+            return
         focused = next((chart.id for chart in self.charts if chart.has_focus), None)
         with self.app.batch_update():
             await self.remove_children()
             self._set_grid()
-            await self.mount_all(self._new_charts())
+            await self.mount_all(map(Chart, page.metrics))
         if focused is not None:
             again = [chart for chart in self.charts if chart.id == focused] or self.charts
             self.screen.set_focus(again[0])
-        return True
 
     def show(
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
@@ -156,7 +140,8 @@ class ChartPanel(Container, CachedLinesMixin):
         return cursor > (whole.steps if self._view.unit == "step" else whole.times)[length - 1]
 
     def _show_metric(self, chart: Chart, marks: list[Mark]) -> None:
-        metric, snapshot = chart.metric, self._snapshot
+        metric, snapshot, layout = chart.metric, self._snapshot, self.chart_layout
+        chart.log_scale, chart.robust = metric.key in layout.log, metric.key in layout.robust
         coloured = not self.app.no_color
         pairs = self._lines(chart, coloured=coloured)
         measured = any(line.series.extremes(0, line.length) for line, _ in pairs)

@@ -79,11 +79,8 @@ class AnswersScreen(Dialog[None]):
             classes="dialog -wide",
         )
 
-    def on_mount(self) -> None:
-        self._read()
-
     @work(group="answers", name="read the answers", exclusive=True, exit_on_error=False)
-    async def _read(self) -> None:
+    async def on_mount(self) -> None:
         """Read in a thread until the screen is left."""
         while True:
             self._answers = await asyncio.to_thread(read_answers, self._run)

@@ -12,6 +12,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from so_tui.machine.inspect import checked_machine
@@ -29,12 +30,12 @@ from so_tui.runs import (
 )
 from so_tui.runs import state as run_state
 from so_tui.runs.liveness import unconfirmed
-from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
+from so_tui.runs.records import FINAL_STATES, RunState, Sample, StepRecord
 from so_tui.runs.results import mean_steps_of
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, Wanted, evaluation_line
-from so_tui.ui.dashboard.view import Overlaid, Span, steps_at
-from so_tui.ui.snapshot import Inspected, Loads, Position, Snapshot, inspect
+from so_tui.ui.charts.series import FollowedSteps, Line, Span, StepSeries, Wanted, evaluation_line
+from so_tui.ui.dashboard.view import Overlaid, steps_at
+from so_tui.ui.snapshot import Inspected, Loads, Snapshot, inspect
 from so_tui.ui.textual_fixes import give_back
 
 _log = logging.getLogger(__name__)
@@ -90,8 +91,6 @@ class RunFollower(_ReadRun):
         self._watch = HeartbeatWatch()
         super().__init__(RunReader(run, watch=self._watch, state_of=current_state))
         self._inspected: Inspected | None = None
-        self._evaluations: tuple[EvaluationRecord, ...] = ()
-        self._evaluation_line: Line | None = None
         self._attempt = -1
         self._plan: Plan | None = None
         self._machine: Machine | None = None
@@ -104,7 +103,7 @@ class RunFollower(_ReadRun):
         """
 
     def poll(
-        self, wanted: Wanted, window: Span | None = None, cursor: Position | None = None
+        self, wanted: Wanted, window: Span | None = None, cursor: Span | None = None
     ) -> Snapshot:
         """Read what is new of what is ``wanted``, the steps in ``window`` in full detail, and what
         was at ``cursor``.
@@ -184,7 +183,7 @@ class RunFollower(_ReadRun):
             )
             self._closer = closer
 
-    def _inspect(self, cursor: Position | None) -> None:
+    def _inspect(self, cursor: Span | None) -> None:
         """Read what was at the cursor, once."""
         known = self._inspected
         if cursor is None:
@@ -201,30 +200,20 @@ class RunFollower(_ReadRun):
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
             return
-        self._attempt = state.attempt
-        try:
+        # A queued run has a plan, but its job makes another one for its node.
+        queued = state.state == "queued"
+        self._attempt = -1 if queued else state.attempt
+        # Not written yet, or by another version: the dashboard leaves out what only they contain.
+        with suppress(OSError, InputError, msgspec.DecodeError):
             self.spec = self.spec or read_spec(self.run)
-            if (
-                state.state == "queued"
-            ):  # the plan of what waits; its job makes another one for its node
-                self._plan = read_launch(self.run, newest_attempt(self.run, state), own=False).plan
-                self._attempt = -1
-                return
-            launch = read_launch(self.run, state.attempt, own=False)
+            attempt = newest_attempt(self.run, state)
+            launch = read_launch(self.run, attempt, own=False)
             self._plan = launch.plan
-            self._machine = checked_machine(launch.machine, self.run.launch_path(state.attempt))
-        except (OSError, InputError, msgspec.DecodeError):
-            # not written yet, or by another version: the dashboard leaves out what only they
-            # contain
-            return
+            if not queued:
+                self._machine = checked_machine(launch.machine, self.run.launch_path(attempt))
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, metrics, state = self._reader, self._reader.metrics, self._reader.state
-        evaluations = metrics.events.evaluations
-        if evaluations != self._evaluations:
-            self._evaluations = evaluations
-            # A resume may have removed all of them.
-            self._evaluation_line = evaluation_line(evaluations, "second") if evaluations else None
         return Snapshot(
             run=self.run,
             spec=self.spec,
@@ -233,7 +222,7 @@ class RunFollower(_ReadRun):
             events=metrics.events,
             latest=metrics.latest,
             recent=self._recent,
-            evaluations=self._evaluation_line,
+            evaluations=evaluation_line(metrics.events.evaluations, "second"),
             whole=self._whole,
             length=len(self._whole),
             unread_share=self._steps.unread_share,
@@ -291,30 +280,32 @@ class _OverlaidRun(_ReadRun):
         self.due = 0.0 if more else time.monotonic() + OVERLAY_POLL_S
         series = self._whole
         shift_s = begun - series.begin[1] if len(series) else 0.0
-        evaluated = self._reader.metrics.events.evaluations
+        evaluations = evaluation_line(self._reader.metrics.events.evaluations, "main", shift_s)
         self.shown = Overlaid(
             self.run,
             series,
             array("d", (at + shift_s for at in series.times)),
             more,
-            [evaluation_line(evaluated, "main", shift_s)] if evaluated else [],
+            [evaluations] if evaluations else [],
             self._sampled(shift_s) if wanted.samples else {},
         )
 
     def _sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
         """Return the numbers of the samples, at their steps, with their times moved."""
-        found: dict[str, tuple[Line, ...]] = {}
-        moved: dict[int, tuple[array[float], array[float]]] = {}
-        for name, lines in self._loads.store.sampled().items():
-            at_steps: list[Line] = []
-            for line in lines:
-                if id(line.times) not in moved:
-                    times = array("d", (at + shift_s for at in line.times))
-                    moved[id(line.times)] = times, steps_at(line.times, line.length, self._whole)
-                times, steps = moved[id(line.times)]
-                at_steps.append(replace(line, times=times, steps=steps))
-            found[name] = tuple(at_steps)
-        return found
+        sampled = self._loads.store.sampled()
+        parts = {id(line.times): line for lines in sampled.values() for line in lines}
+        moved = {
+            part: replace(
+                line,
+                times=array("d", (at + shift_s for at in line.times)),
+                steps=steps_at(line.times, line.length, self._whole),
+            )
+            for part, line in parts.items()
+        }
+        return {
+            name: tuple(replace(moved[id(line.times)], series=line.series) for line in lines)
+            for name, lines in sampled.items()
+        }
 
 
 class Overlays:

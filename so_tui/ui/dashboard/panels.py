@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
@@ -152,13 +153,12 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         super().__init__(id="log")
         self.lines: list[str] = []
         self.partial = ""
-        self._widest = 0
         self._found = -1
         self._role_styles = RoleStyles(self.ROLES)
 
     def clear(self) -> None:
         """Forget every line, for another run, which is followed from its end."""
-        self.lines, self.partial, self._found, self._widest = [], "", -1, 0
+        self.lines, self.partial, self._found = [], "", -1
         self.following = True
         self._resize_content()
 
@@ -175,11 +175,11 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             gone = len(self.lines) - MOST_LINES
             del self.lines[:gone]
             self._found = max(-1, self._found - gone)
-        self._widest = max(self._widest, max(map(len, [*added, partial]), default=0))
         self._resize_content()
 
     def _resize_content(self) -> None:
-        size = Size(self._widest if self.is_maximized else 0, len(self.lines) + bool(self.partial))
+        shown = [*self.lines, self.partial] if self.is_maximized else [""]
+        size = Size(max(map(len, shown)), len(self.lines) + bool(self.partial))
         bars = size.height > self.size.height, size.width > self.size.width
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
             # More lines behind the same scrollbars: nothing else on the screen moves, so it need
@@ -221,10 +221,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self.refresh()
 
     @property
-    def matches(self) -> int:
-        """Number of lines that contain the searched text."""
+    def matches(self) -> list[int]:
+        """Indices of the lines that contain the searched text."""
         wanted = self.needle.lower()
-        return sum(wanted in line.lower() for line in self.lines) if wanted else 0
+        return [at for at, line in enumerate(self.lines) if wanted and wanted in line.lower()]
 
     def action_follow(self) -> None:
         self.following = True
@@ -239,16 +239,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
     def action_next_match(self, direction: int) -> None:
         """Scroll to the next line with the searched text, from the newest backwards at first."""
-        wanted = self.needle.lower()
-        if not wanted or not self.lines:
-            return
-        count = len(self.lines)
-        start = self._found if self._found >= 0 else (-1 if direction > 0 else count)
-        for distance in range(1, count + 1):
-            index = (start + direction * distance) % count
-            if wanted in self.lines[index].lower():
-                self.go_to(index)
-                return
+        if matches := self.matches:
+            before = bisect_left(matches, self._found) - 1
+            following = bisect_right(matches, self._found)
+            self.go_to(matches[(following if direction > 0 else before) % len(matches)])
 
     def draw_line(self, y: int) -> Strip:
         scroll_x, scroll_y = self.scroll_offset
@@ -339,12 +333,12 @@ class LogPanel(KeptVertical):
             if followed:
                 self.follow_end()
             return
-        lines = self.lines.lines
-        for index in range(len(lines) - 1, -1, -1):
-            if (found := _STEP_LINE.search(lines[index])) is not None and int(found[1]) <= step:
-                self.lines.go_to(index)
-                return
-        self.lines.go_to(0)
+        reached = (
+            index
+            for index, line in reversed(list(enumerate(self.lines.lines)))
+            if (found := _STEP_LINE.search(line)) is not None and int(found[1]) <= step
+        )
+        self.lines.go_to(next(reached, 0))
 
     @on(events.Click, "#log-rule")
     def follow_end(self) -> None:
@@ -357,7 +351,7 @@ class LogPanel(KeptVertical):
         if not log.needle:
             self.heading.update("log", text)
             return
-        found = f"{plural(log.matches, 'line')} with “{log.needle}”"
+        found = f"{plural(len(log.matches), 'line')} with “{log.needle}”"
         through = f"{found}, n and N go through them"
         self.heading.update("log", f"{text}   {through}", through, found, text)
 
@@ -382,18 +376,10 @@ class PlacementPanel(StyledLines):
     one for each that is not.
     """
 
-    _shown: tuple[object, ...] = ()
-    """What the lines say."""
-
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height``
         rows.
         """
-        planned = snapshot.plan and snapshot.plan.binding
-        shown = snapshot.hosts.placement, snapshot.hosts.ranks, planned, width, height
-        if shown == self._shown:  # placement is sampled much more rarely than everything else
-            return
-        self._shown = shown
         lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
         self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))

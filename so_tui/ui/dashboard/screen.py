@@ -26,7 +26,7 @@ from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.chart_metrics import ChartLayout, Flag, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.series import Axis
+from so_tui.ui.charts.series import Axis, Span
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails
@@ -34,7 +34,6 @@ from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
     Rows,
-    Span,
     View,
     axis_of,
     extent_of,
@@ -45,7 +44,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.run_status import anatomy_lines
-from so_tui.ui.snapshot import Position, Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shows_ascii
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed, keys
@@ -145,16 +144,13 @@ class DashboardScreen(ResizablePage):
         if self.run_shown is None:
             self.watch(self.app, "runs", self._take_newest)
 
-    def _show_panels(self, shown: bool) -> None:
-        self.query_one("#empty").display = not shown
-        self.panels.display = shown
-
     def _checks_changed(self) -> None:
         """Show the checks of a launch in place of a run until it has a run of its own, or comes to
         nothing.
         """
         self.header.display = self.app.checking is None
-        self._show_panels(self.run_shown is not None and self.app.checking is None)
+        self.panels.display = self.run_shown is not None and self.app.checking is None
+        self.query_one("#empty").display = not self.panels.display
         self._show_checks()
         self.refresh_bindings()
 
@@ -185,7 +181,7 @@ class DashboardScreen(ResizablePage):
         self.log_panel.lines.clear()
         if number := self.charts.page.number:
             self.call_later(self.charts.change, self.charts.chart_layout, -number)
-        self._show_panels(True)
+        self._checks_changed()
         self.tick()
 
     @on(events.ScreenResume)
@@ -494,7 +490,7 @@ class DashboardScreen(ResizablePage):
         else:
             self.charts.focus_first()
 
-    def _cursor_position(self) -> Position | None:
+    def _cursor_position(self) -> Span | None:
         """Return step and time of the cursor."""
         cursor, axis = self.view.cursor, self.axis
         return None if cursor is None or axis is None else axis.position(cursor)

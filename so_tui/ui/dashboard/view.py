@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,12 +13,8 @@ from typing import Literal
 from so_tui.runs import RunDirectory
 from so_tui.ui.chart_metrics import EVALUATIONS
 from so_tui.ui.charts.chart import Metric
-from so_tui.ui.charts.series import Axis, Line, StepSeries
+from so_tui.ui.charts.series import Axis, Line, Span, StepSeries, interpolated
 from so_tui.ui.snapshot import Snapshot
-
-Span = tuple[float, float]
-"""Two positions on an axis, or a step and its time."""
-
 
 # Another run whose metrics are laid over those of the run that is followed.
 
@@ -70,18 +65,13 @@ def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[f
     before the first and after the last.
     """
     rows = len(series)
+    steps = array("d", series.begin[:1]) + series.steps[:rows]
+    known = array("d", series.begin[1:]) + series.times[:rows]
     found = array("d")
     for time_s in times[:length]:
-        right = bisect_left(series.times, time_s, 0, rows)
-        if right == rows or time_s < series.begin[1]:
-            step = math.inf if right == rows else -math.inf
-        else:
-            before, since = series.begin
-            if right:
-                before, since = series.steps[right - 1], series.times[right - 1]
-            whole = series.times[right] - since
-            share = (time_s - since) / whole if whole > 0 else 1.0
-            step = before + (series.steps[right] - before) * share
+        step = interpolated(known, steps, rows + 1, time_s)
+        if not known[0] <= time_s <= known[-1]:
+            step = -math.inf if time_s < known[0] else math.inf
         found.append(max(step, found[-1]) if found else step)
     return found
 
