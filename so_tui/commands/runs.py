@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -224,18 +225,18 @@ class _Row(NamedTuple):
 def runs(arguments: Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
-    from so_tui.launch.supervisor.processes import OwnProcesses
+    from so_tui.launch.supervisor.processes import own_environs
     from so_tui.settings_file import load_settings
 
     rows = []
-    own_processes, reading = OwnProcesses(), ReadingTime(each_s=_RUN_S)
+    environs, reading = cache(own_environs), ReadingTime(each_s=_RUN_S)
     found = list_runs(arguments.runs_dir)
     unread = len(found)
     for run in found:
         if not reading.left_s:
             break
         unread -= 1
-        ensure_supervised(run, own_processes)
+        ensure_supervised(run, environs)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
             rows.append(_Row(run, state, _results(run, state, reading.left_s)))

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +71,9 @@ class ProcessLoads:
         """
         now = time.monotonic()
         stats = {
-            pid: stat for pid in _pids() if (stat := read_stat(pid)) is not None and stat.alive
+            pid: stat
+            for pid in psutil.pids()
+            if (stat := read_stat(pid)) is not None and stat.alive
         }
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
@@ -100,11 +101,6 @@ class ProcessLoads:
             )
             for cores, pid, stat in sorted(computing, key=lambda load: -load[0])
         )
-
-
-def _pids() -> set[int]:
-    """Return the processes that this one may see."""
-    return set(psutil.pids())
 
 
 def _is_own(pid: int) -> bool:
@@ -137,21 +133,12 @@ def _send(process: Process, signum: signal.Signals) -> None:
             os.kill(process.pid, signum)
 
 
-class OwnProcesses:
-    """What the living processes of this user carry in their environment. Read once, when it is
-    first asked for.
-    """
-
-    @cached_property
-    def _environs(self) -> tuple[frozenset[str], ...]:
-        own = (pid for pid in _pids() if _is_own(pid))
-        return tuple(
-            _environ(pid) for pid in own if (stat := read_stat(pid)) is not None and stat.alive
-        )
-
-    def carry(self, markers: frozenset[str]) -> bool:
-        """Return whether a process carries all of these entries."""
-        return any(markers <= environ for environ in self._environs)
+def own_environs() -> tuple[frozenset[str], ...]:
+    """Return what each living process of this user carries in its environment."""
+    own = (pid for pid in psutil.pids() if _is_own(pid))
+    return tuple(
+        _environ(pid) for pid in own if (stat := read_stat(pid)) is not None and stat.alive
+    )
 
 
 class Loss(NamedTuple):
@@ -205,7 +192,7 @@ class ProcessTree:
 
         Return the runner, launcher and ranks that have ended since the last scan, the cause first.
         """
-        present = _pids()
+        present = set(psutil.pids())
         ended = self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
