@@ -205,9 +205,12 @@ def _partitions(
 def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
     """Return a partition with lines for all L3 caches: those of others do not concern its CPUs."""
     adam = role == "adam"
-    values = {
+    values: dict[str, dict[int, object]] = {
         "MB": {
-            cache: f"{_bandwidth(found, full) if adam else full}"
+            # The kernel rounds it to steps of the hardware, and refuses less than the least.
+            cache: max(found.least_bandwidth, math.ceil(round(_ADAM_BANDWIDTH * full, 6)))
+            if adam
+            else full
             for cache, full in found.bandwidth.items()
         }
     }
@@ -221,13 +224,6 @@ def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
         if parts
     )
     return _Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
-
-
-def _bandwidth(found: _Resctrl, full: int) -> int:
-    """Return the bandwidth of the Adam cores. The kernel rounds it to steps of the hardware, and
-    refuses less than the least.
-    """
-    return max(found.least_bandwidth, math.ceil(round(_ADAM_BANDWIDTH * full, 6)))
 
 
 def _cut(mask: int, least_bits: int) -> tuple[int, int]:

@@ -243,7 +243,22 @@ def runs(arguments: Namespace) -> int:
     sort = arguments.sort or load_settings().settings.runs.sort
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
-        print_json(Runs(tuple(_listed(*row) for row in rows), unread))
+        listed = (
+            ListedRun(
+                name=run.name,
+                path=str(run.path),
+                state=state.state,
+                step=state.step,
+                total_steps=state.total_steps,
+                started=state.started,
+                attempts=state.attempt,
+                reason=state.reason,
+                results=results,
+                notes=read_notes(run),
+            )
+            for run, state, results in rows
+        )
+        print_json(Runs(tuple(listed), unread))
     elif not rows and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
     elif not rows:
@@ -345,21 +360,6 @@ def _state(run: RunDirectory) -> RunState:
         return current_state(run)
     except InputError as error:
         return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
-
-
-def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRun:
-    return ListedRun(
-        name=run.name,
-        path=str(run.path),
-        state=state.state,
-        step=state.step,
-        total_steps=state.total_steps,
-        started=state.started,
-        attempts=state.attempt,
-        reason=state.reason,
-        results=results,
-        notes=read_notes(run),
-    )
 
 
 def stop(arguments: Namespace) -> int:

@@ -113,9 +113,7 @@ def _queue_text(job: Job) -> str:
         case "queued":
             reason = job.reason.partition(",")[0]  # a list of nodes may follow
             why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
-            start = ""
-            if job.start is not None:
-                start = f", expected to start {_clock(job.start)}"
+            start = "" if job.start is None else f", expected to start {_clock(job.start)}"
             return f"{number} waits {why}{start}"
         case "running" | "completing":
             return f"{number} starts on {printable_line(job.nodes)}"

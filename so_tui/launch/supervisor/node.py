@@ -135,12 +135,12 @@ def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Out
         others: What happened on another one, if anything did.
         unprompted: A process of the first node ended before any had been told to.
     """
-    if others is None or own.state in ("finished", "stopped"):
-        return own
-    if own.reported and own.code != OutcomeCode.RANK_LOST:
-        return own
-    if others.code == OutcomeCode.UNEXPECTED or (
-        own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST
+    if (
+        others is None
+        or own.state in ("finished", "stopped")
+        or (own.reported and own.code != OutcomeCode.RANK_LOST)
+        or others.code == OutcomeCode.UNEXPECTED
+        or (own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST)
     ):
         return own
     return others

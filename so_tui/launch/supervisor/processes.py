@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,14 +56,14 @@ _LEAST_CORES = 0.1
 """A process that uses less does not compute."""
 
 
+@dataclass
 class ProcessLoads:
     """Reads how much each process computed since the reading before. It costs one small file a
     process. Not thread-safe.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[int, Stat] = {}
-        self._clock = 0.0
+    _before: dict[int, Stat] = field(default_factory=dict)
+    _clock: float = 0.0
 
     def measure(self) -> dict[int, tuple[Stat, float]]:
         """Return every living process with the cores that it kept busy: 0 for those that are new
@@ -161,6 +161,7 @@ class _Living:
     """Whether its role does not change any more."""
 
 
+@dataclass
 class ProcessTree:
     """The processes of a run: those that live, and the leading ones that have ended.
 
@@ -169,17 +170,16 @@ class ProcessTree:
     A scan examines only pids that are new since the last one, so it costs one listing of /proc.
     """
 
-    def __init__(self, markers: frozenset[str], supervisor_pid: int) -> None:
-        self._markers = markers
-        self._supervisor_pid = supervisor_pid
-        self._living: dict[int, _Living] = {}
-        self.gone: dict[Process, int | None] = {}
-        """The runner, launcher and ranks that have ended, in the order in which that was observed,
-        with their exit codes (below 0 for a signal; None if the parent collected it before we could
-        read it).
-        """
-        self._seen: set[int] = set()
-        self._counted_ticks: dict[int, int] = {}
+    markers: frozenset[str]
+    supervisor_pid: int
+    gone: dict[Process, int | None] = field(default_factory=dict)
+    """The runner, launcher and ranks that have ended, in the order in which that was observed, with
+    their exit codes (below 0 for a signal; None if the parent collected it before we could read
+    it).
+    """
+    _living: dict[int, _Living] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+    _counted_ticks: dict[int, int] = field(default_factory=dict)
 
     @property
     def alive(self) -> tuple[Process, ...]:
@@ -270,13 +270,13 @@ class ProcessTree:
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        known = {self._supervisor_pid, *self._living}
+        known = {self.supervisor_pid, *self._living}
         if (
             stat is not None
             and stat.alive
             and pid not in known
             and _is_own(pid)
-            and (stat.parent in known or self._markers <= _environ(pid))
+            and (stat.parent in known or self.markers <= _environ(pid))
         ):
             self._describe(pid, stat)
 
