@@ -33,8 +33,10 @@ def _check_amd(context: CheckContext) -> Findings:
         named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
         yield finding("never-run" if all(gpu.shares_memory for gpu in amd) else "amd-gpus", named)
     if split := [gpu for gpu in amd if gpu.mig]:
-        evidence = f"GPU {_listed(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
-        yield finding("partitioned", evidence)
+        yield finding(
+            "partitioned",
+            f"GPU {_listed(split)}: several devices at {split[0].pci_bus_id} (KFD topology)",
+        )
 
 
 def _check_driver(context: CheckContext) -> Findings:

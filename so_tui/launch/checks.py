@@ -178,8 +178,7 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
         raise InputError(problems)
     _refuse_code_unheard_of(launch.spec.model)
     if not launch.forced:
-        space = _lacking_space(launch.plan, saved, runs_dir, shared_memory=False)
-        _refuse(space, forceable=True)
+        _refuse(_lacking_space(launch.plan, saved, runs_dir, shared_memory=False), forceable=True)
 
 
 def _refuse_code_unheard_of(model: ModelSpec) -> None:

@@ -211,14 +211,17 @@ def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
 
 def _with_end(state: RunState, job: Job, *, unstarted: bool) -> RunState:
     code = job.end or OutcomeCode.JOB_FAILED
-    outcome = Outcome(
-        state="stopped" if unstarted and code is OutcomeCode.JOB_CANCELLED else "lost",
-        code=code,
-        detail=job.output,
-        job=job.id,
-        node=job.nodes,
+    return final_state(
+        state,
+        Outcome(
+            state="stopped" if unstarted and code is OutcomeCode.JOB_CANCELLED else "lost",
+            code=code,
+            detail=job.output,
+            job=job.id,
+            node=job.nodes,
+        ),
+        state.ended or time.time(),
     )
-    return final_state(state, outcome, state.ended or time.time())
 
 
 _LOG = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.folders import Environment
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Binding, Plan, PlannedRates, RankBinding, StepTime
+from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.records import (
     Cause,
     MetricRecord,
