@@ -76,8 +76,9 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             except OSError as error:
                 if update is None:
                     raise
-                problem = f"{run.name} cannot be read at the moment: {error}"
-                printer.note_once(brief_message(problem))
+                printer.note_once(
+                    brief_message(f"{run.name} cannot be read at the moment: {error}")
+                )
                 time.sleep(POLL_S)
                 continue
             for record in update.records:
@@ -203,13 +204,15 @@ class _Printer:
             else ""
         )
         step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
-        text = (
-            f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
-            f"{significant(record.step_s)} s"
-            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
-            f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}"
+        print_note(
+            _line(
+                record.time,
+                f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
+                f"{significant(record.step_s)} s"
+                f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
+                f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
+            )
         )
-        print_note(_line(record.time, text))
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
         self._flush()

@@ -154,12 +154,15 @@ def _explained(run: RunDirectory, recorded: RunState) -> RunState:
     job = executor_of_attempt(run, recorded.attempt).status(run, recorded.attempt)
     if job is None or job.end not in _SCHEDULERS_ENDS:
         return recorded
-    state = replace(
-        _with_end(recorded, job, unstarted=False),
-        state=recorded.state,
-        exit_code=recorded.exit_code,
+    return _record(
+        run,
+        recorded,
+        replace(
+            _with_end(recorded, job, unstarted=False),
+            state=recorded.state,
+            exit_code=recorded.exit_code,
+        ),
     )
-    return _record(run, recorded, state)
 
 
 _UNEXPLAINED = frozenset(

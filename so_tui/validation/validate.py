@@ -339,8 +339,9 @@ def _shape_name(spec: RunSpec) -> str:
 @cache
 def _parts() -> dict[str, tuple[_Part, ...]]:
     """Return the parts for machines with ``gpus``, and with ``cpus`` alone."""
-    content = Path(__file__).with_name("parts.toml").read_bytes()
-    return msgspec.toml.decode(content, type=dict[str, tuple[_Part, ...]])
+    return msgspec.toml.decode(
+        Path(__file__).with_name("parts.toml").read_bytes(), type=dict[str, tuple[_Part, ...]]
+    )
 
 
 def _parts_of(machine: Machine, gpus: int) -> list[_Part]:
@@ -486,8 +487,9 @@ def _measure(
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    launch = launch_of(plan, usable)
-    ran = run_to_end(launch, probes_dir(), report, limit_s=deadline - time.monotonic())
+    ran = run_to_end(
+        launch_of(plan, usable), probes_dir(), report, limit_s=deadline - time.monotonic()
+    )
     measured, counted = measured_of(ran, plan), ran.counted(plan)
     found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.losses_only):
@@ -554,11 +556,16 @@ def validate(
             show.write(folder / SHARED, report.shared(found))
 
     with _CpuAdam() as cpu_adam:
-        parts = [
-            *_machine_measurements(machine, folder),
-            *_training_measurements(machine, shape, _parts_of(usable, gpus), cpu_adam),
-        ]
-        return _run_parts(begun, parts, seconds, write, tell)
+        return _run_parts(
+            begun,
+            [
+                *_machine_measurements(machine, folder),
+                *_training_measurements(machine, shape, _parts_of(usable, gpus), cpu_adam),
+            ],
+            seconds,
+            write,
+            tell,
+        )
 
 
 def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:

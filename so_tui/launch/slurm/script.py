@@ -521,15 +521,17 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         # and srun does not see it.
         "signal": f"{CONTINUE_SIGNAL}@{warning_s}",
     }
-    options = (
-        *(f"--{name}={value}" for name, value in given.items() if value),
-        site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
-        site.node_option,
-        *(f"--{name}={value}" for name, value in shared.items() if value),
-        "--requeue" if site.requeue and slurm.continues else "--no-requeue",
-        f"--output={OUTPUT}",
-        "--open-mode=append",
-        *site.options,
-        *slurm.options,
+    return filter(
+        None,
+        (
+            *(f"--{name}={value}" for name, value in given.items() if value),
+            site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
+            site.node_option,
+            *(f"--{name}={value}" for name, value in shared.items() if value),
+            "--requeue" if site.requeue and slurm.continues else "--no-requeue",
+            f"--output={OUTPUT}",
+            "--open-mode=append",
+            *site.options,
+            *slurm.options,
+        ),
     )
-    return filter(None, options)

@@ -254,16 +254,20 @@ class Announcer:
         settings = self._settings().alerts
         for alert in alerts:
             text = alert_text(alert, self._run.name, state)
-            about = {
-                MARKER: alert.kind,
-                "SO_TUI_ALERT_TEXT": text,
-                "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
-                "SO_TUI_ALERT_HOST": self._host,
-                "SO_TUI_ALERT_STEP": str(alert.step),
-                "SO_TUI_ALERT_STATE": state.state,
-                "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
-            }
-            self.command.request(settings.command, about, text, settings.command_timeout_s)
+            self.command.request(
+                settings.command,
+                {
+                    MARKER: alert.kind,
+                    "SO_TUI_ALERT_TEXT": text,
+                    "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
+                    "SO_TUI_ALERT_HOST": self._host,
+                    "SO_TUI_ALERT_STEP": str(alert.step),
+                    "SO_TUI_ALERT_STATE": state.state,
+                    "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
+                },
+                text,
+                settings.command_timeout_s,
+            )
 
     def finish(self) -> None:
         """Remove the figures, and wait for the commands of the last alerts: a job ends with its

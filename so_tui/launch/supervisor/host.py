@@ -118,16 +118,15 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         plan: This node's plan.
         hostfile: The path of its file of nodes.
     """
-    devices = (
-        f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
-        for node in range(nodes.count)
-    )
     return {
         "{NODE}": str(nodes.node),
         "{ADDRESS}": nodes.address,
         "{PORT}": str(nodes.port),
         "{HOSTFILE}": hostfile,
-        "{DEVICES}": "@".join(devices),
+        "{DEVICES}": "@".join(
+            f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
+            for node in range(nodes.count)
+        ),
     }
 
 
@@ -351,8 +350,12 @@ class Host:
             ],
             "inherited": recordable(os.environ),
         }
-        path = self._run.command_path(self._attempt, self._nodes.node)
-        write_run_json(self._run, path, record, indented=True)
+        write_run_json(
+            self._run,
+            self._run.command_path(self._attempt, self._nodes.node),
+            record,
+            indented=True,
+        )
 
     def follow(self, tick: Callable[[], bool], take: Callable[[Sample], None]) -> None:
         """Scan once a second, and whenever a process ends, until none is left.

@@ -204,8 +204,11 @@ class NodeSupervisor:
         """
         received = self._host.signal
         if received is not None and received is not signal.SIGUSR1:
-            reason = f"the supervisor on {self._host.name} received {received.name}"
-            request_stop(self._run, reason=reason, signalled=True)
+            request_stop(
+                self._run,
+                reason=f"the supervisor on {self._host.name} received {received.name}",
+                signalled=True,
+            )
         self._host.signal = None
 
     def _check_first_node(self) -> None:

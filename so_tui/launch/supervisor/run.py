@@ -199,8 +199,10 @@ class Supervisor:
         )
         others = None if self._superseded else self._others.wait()
         own = conclude(evidence)
-        outcome = attributed(own, others, unprompted=evidence.unprompted)
-        return self._finish(outcome, heartbeat_at if gone_unseen else None)
+        return self._finish(
+            attributed(own, others, unprompted=evidence.unprompted),
+            heartbeat_at if gone_unseen else None,
+        )
 
     def _tick(self) -> bool:
         host = self._host

@@ -267,15 +267,18 @@ def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> _Clock |
             if busy and gpu.clock_mhz and gpu.clock_max_mhz:
                 held_down = not {*gpu.throttling} <= _USUAL
                 by_gpu[gpu.index].append((gpu.clock_mhz, gpu.clock_max_mhz, held_down))
-    clocks = [
-        _Clock(
-            mhz=statistics.median(mhz for mhz, _, _ in seen),
-            max_mhz=seen[-1][1],
-            throttled_share=statistics.fmean(held_down for *_, held_down in seen),
-        )
-        for seen in by_gpu.values()
-    ]
-    return min(clocks, key=lambda clock: clock.mhz / clock.max_mhz, default=None)
+    return min(
+        [
+            _Clock(
+                mhz=statistics.median(mhz for mhz, _, _ in seen),
+                max_mhz=seen[-1][1],
+                throttled_share=statistics.fmean(held_down for *_, held_down in seen),
+            )
+            for seen in by_gpu.values()
+        ],
+        key=lambda clock: clock.mhz / clock.max_mhz,
+        default=None,
+    )
 
 
 # Sentences about a run that is slower than its plan, for the dashboard and ``run --plain``.
