@@ -76,8 +76,9 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             except OSError as error:
                 if update is None:
                     raise
-                problem = f"{run.name} cannot be read at the moment: {error}"
-                printer.note_once(brief_message(problem))
+                printer.note_once(
+                    brief_message(f"{run.name} cannot be read at the moment: {error}")
+                )
                 time.sleep(POLL_S)
                 continue
             for record in update.records:
@@ -131,13 +132,12 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
 class _Printer:
     """Prints records as lines, but not every step."""
 
-    def __init__(self) -> None:
-        self._total_steps = 0
-        self._last_step_line = 0.0
-        self._step_times: list[float] = []
-        self._pending: StepRecord | None = None
-        self._slow_because: tuple[str, ...] | None = None
-        self._noted = ""
+    _total_steps = 0
+    _last_step_line = 0.0
+    _step_times: tuple[float, ...] = ()
+    _pending: StepRecord | None = None
+    _slow_because: tuple[str, ...] | None = None
+    _noted = ""
 
     def note_once(self, text: str) -> None:
         """Print what may be said again and again."""
@@ -178,7 +178,7 @@ class _Printer:
         print_note(_line(time.time(), f"warning: {text}" if found else text))
 
     def _step(self, record: StepRecord) -> None:
-        self._step_times = [*self._step_times[-19:], record.step_s]
+        self._step_times = (*self._step_times[-19:], record.step_s)
         self._pending = record
         if record.time - self._last_step_line >= STEP_LINE_S or record.step in (
             1,
@@ -204,13 +204,15 @@ class _Printer:
             else ""
         )
         step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
-        text = (
-            f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
-            f"{significant(record.step_s)} s"
-            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
-            f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}"
+        print_note(
+            _line(
+                record.time,
+                f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
+                f"{significant(record.step_s)} s"
+                f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
+                f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
+            )
         )
-        print_note(_line(record.time, text))
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
         self._flush()

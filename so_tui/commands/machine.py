@@ -176,11 +176,11 @@ def _fix(arguments: Namespace) -> None:
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if answer["deepspeed"]:
-        reason = (
+        print(
             "DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be "
-            f"compiled: {answer['deepspeed']}"
+            f"compiled: {answer['deepspeed']}",
+            file=sys.stderr,
         )
-        print(reason, file=sys.stderr)
 
 
 def doctor(arguments: Namespace) -> int:

@@ -106,8 +106,7 @@ def chat(arguments: Namespace) -> int:
         return 2
     load = _named(arguments)
     logging.disable(logging.INFO)  # --verbose would write over the screen
-    screen = ChatScreen(load, _given_sampling(arguments), arguments.system)
-    ChatApp(screen, load_settings()).run()
+    ChatApp(ChatScreen(load, _given_sampling(arguments), arguments.system), load_settings()).run()
     return 0
 
 

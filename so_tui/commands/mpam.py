@@ -205,9 +205,12 @@ def _partitions(
 def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
     """Return a partition with lines for all L3 caches: those of others do not concern its CPUs."""
     adam = role == "adam"
-    values = {
+    values: dict[str, dict[int, object]] = {
         "MB": {
-            cache: f"{_bandwidth(found, full) if adam else full}"
+            # The kernel rounds it to steps of the hardware, and refuses less than the least.
+            cache: max(found.least_bandwidth, math.ceil(round(_ADAM_BANDWIDTH * full, 6)))
+            if adam
+            else full
             for cache, full in found.bandwidth.items()
         }
     }
@@ -215,19 +218,15 @@ def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
         values[name] = {
             cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()
         }
-    schemata = tuple(
-        f"{name}:{';'.join(f'{cache}={value}' for cache, value in parts.items())}"
-        for name, parts in values.items()
-        if parts
+    return _Partition(
+        role=role,
+        cpus=tuple(sorted(cpus)),
+        schemata=tuple(
+            f"{name}:{';'.join(f'{cache}={value}' for cache, value in parts.items())}"
+            for name, parts in values.items()
+            if parts
+        ),
     )
-    return _Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
-
-
-def _bandwidth(found: _Resctrl, full: int) -> int:
-    """Return the bandwidth of the Adam cores. The kernel rounds it to steps of the hardware, and
-    refuses less than the least.
-    """
-    return max(found.least_bandwidth, math.ceil(round(_ADAM_BANDWIDTH * full, 6)))
 
 
 def _cut(mask: int, least_bits: int) -> tuple[int, int]:
@@ -252,32 +251,37 @@ def _partition_script(host: str, found: _Resctrl, wanted: Sequence[_Partition]) 
         made.append(f"mkdir {folder}")
         made += [f"echo {shlex.quote(line)} > {folder}/schemata" for line in partition.schemata]
         made.append(f"echo {cpu_ranges(partition.cpus)} > {folder}/cpus_list")
-    does = "partitions cache and memory bandwidth along main and Adam cores"
-    return _script(host, does, made, f"rmdir {' '.join(folders)}")
+    return _script(
+        host,
+        "partitions cache and memory bandwidth along main and Adam cores",
+        made,
+        f"rmdir {' '.join(folders)}",
+    )
 
 
 def _script(host: str, does: str, apply: Sequence[str], undo: str) -> str:
-    lines = [
-        "#!/bin/sh",
-        f"# {printable_line(host)}: {does} for so-tui. Run it as root, or as who may write there;",
-        "# with the argument `undo` it takes everything back. Nothing of it survives a reboot.",
-        "set -eu",
-        'if [ "${1:-}" = undo ]; then',
-        f"    {undo}",
-        "    exit",
-        "fi",
-        *apply,
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            f"# {printable_line(host)}: {does} for so-tui. "
+            "Run it as root, or as who may write there;",
+            "# with the argument `undo` it takes everything back. Nothing of it survives a reboot.",
+            "set -eu",
+            'if [ "${1:-}" = undo ]; then',
+            f"    {undo}",
+            "    exit",
+            "fi",
+            *apply,
+        ]
+    )
 
 
 def _on_all_gpus(machine: Machine) -> Binding:
     from so_tui.plan.binding import bind_ranks, whole_gpus
     from so_tui.spec.run_spec import OffloadSpec
 
-    gpus = tuple(gpu.index for gpu in whole_gpus(machine)) or 1
     return bind_ranks(
         machine,
-        gpus,
+        tuple(gpu.index for gpu in whole_gpus(machine)) or 1,
         cpu_adam_cores_fraction=OffloadSpec().cpu_adam_cores_fraction,
     )

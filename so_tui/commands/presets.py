@@ -172,16 +172,17 @@ def _add(arguments: Namespace) -> int:
     )
     path, model = create_preset(spec), spec.model
     if arguments.json:
-        added = AddedPreset(
-            name=spec.name,
-            path=str(path),
-            parameters=model.parameter_count,
-            leaf_modules=tuple(model.leaf_modules),
-            gpus=spec.ranks,
-            sequence_length=spec.data.sequence_length,
-            notes=notes,
+        print_json(
+            AddedPreset(
+                name=spec.name,
+                path=str(path),
+                parameters=model.parameter_count,
+                leaf_modules=tuple(model.leaf_modules),
+                gpus=spec.ranks,
+                sequence_length=spec.data.sequence_length,
+                notes=notes,
+            )
         )
-        print_json(added)
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")

@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -224,25 +225,40 @@ class _Row(NamedTuple):
 def runs(arguments: Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
-    from so_tui.launch.supervisor.processes import OwnProcesses
+    from so_tui.launch.supervisor.processes import own_environs
     from so_tui.settings_file import load_settings
 
     rows = []
-    own_processes, reading = OwnProcesses(), ReadingTime(each_s=_RUN_S)
+    environs, reading = cache(own_environs), ReadingTime(each_s=_RUN_S)
     found = list_runs(arguments.runs_dir)
     unread = len(found)
     for run in found:
         if not reading.left_s:
             break
         unread -= 1
-        ensure_supervised(run, own_processes)
+        ensure_supervised(run, environs)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
             rows.append(_Row(run, state, _results(run, state, reading.left_s)))
     sort = arguments.sort or load_settings().settings.runs.sort
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
-        print_json(Runs(tuple(_listed(*row) for row in rows), unread))
+        listed = (
+            ListedRun(
+                name=run.name,
+                path=str(run.path),
+                state=state.state,
+                step=state.step,
+                total_steps=state.total_steps,
+                started=state.started,
+                attempts=state.attempt,
+                reason=state.reason,
+                results=results,
+                notes=read_notes(run),
+            )
+            for run, state, results in rows
+        )
+        print_json(Runs(tuple(listed), unread))
     elif not rows and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
     elif not rows:
@@ -344,21 +360,6 @@ def _state(run: RunDirectory) -> RunState:
         return current_state(run)
     except InputError as error:
         return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
-
-
-def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRun:
-    return ListedRun(
-        name=run.name,
-        path=str(run.path),
-        state=state.state,
-        step=state.step,
-        total_steps=state.total_steps,
-        started=state.started,
-        attempts=state.attempt,
-        reason=state.reason,
-        results=results,
-        notes=read_notes(run),
-    )
 
 
 def stop(arguments: Namespace) -> int:

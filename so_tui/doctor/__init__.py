@@ -53,5 +53,9 @@ def findings(
 
 def _run_checks(context: CheckContext) -> tuple[Finding, ...]:
     """Return the findings of all checks, worst first, otherwise in the order of the checks."""
-    found = [finding for check in _CHECKS for finding in check(context)]
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+    return tuple(
+        sorted(
+            [finding for check in _CHECKS for finding in check(context)],
+            key=lambda finding: SEVERITIES.index(finding.severity),
+        )
+    )

@@ -60,8 +60,9 @@ class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 @cache
 def wordings() -> dict[str, _Wording]:
     """Return the words of all findings by name."""
-    content = Path(__file__).with_name("findings.toml").read_bytes()
-    return msgspec.toml.decode(content, type=dict[str, _Wording])
+    return msgspec.toml.decode(
+        Path(__file__).with_name("findings.toml").read_bytes(), type=dict[str, _Wording]
+    )
 
 
 def finding(name: str, evidence: str, /, *, lesser: bool = False, **words: object) -> Finding:

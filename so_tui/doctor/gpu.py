@@ -33,8 +33,10 @@ def _check_amd(context: CheckContext) -> Findings:
         named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
         yield finding("never-run" if all(gpu.shares_memory for gpu in amd) else "amd-gpus", named)
     if split := [gpu for gpu in amd if gpu.mig]:
-        evidence = f"GPU {_listed(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
-        yield finding("partitioned", evidence)
+        yield finding(
+            "partitioned",
+            f"GPU {_listed(split)}: several devices at {split[0].pci_bus_id} (KFD topology)",
+        )
 
 
 def _check_driver(context: CheckContext) -> Findings:
@@ -69,15 +71,18 @@ def _why_no_gpu(context: CheckContext) -> Finding:
 
 
 def _check_modes(context: CheckContext) -> Findings:
-    gpus = context.nvidia_gpus
-    if prohibited := [gpu for gpu in gpus if gpu.compute_mode == "Prohibited"]:
-        evidence = f"GPU {_listed(prohibited)}: compute mode Prohibited (NVML)"
-        yield finding("compute-prohibited", evidence)
-    if exclusive := context.exclusive_gpus:
-        mode = exclusive[0].compute_mode
-        yield finding("compute-exclusive", f"GPU {_listed(exclusive)}: compute mode {mode} (NVML)")
-    if sliced := [gpu for gpu in gpus if gpu.mig]:
-        yield finding("mig-enabled", f"GPU {_listed(sliced)}: MIG mode enabled (NVML)")
+    gpus, exclusive = context.nvidia_gpus, context.exclusive_gpus
+    prohibited = [gpu for gpu in gpus if gpu.compute_mode == "Prohibited"]
+    for name, found, mode in (
+        ("compute-prohibited", prohibited, "compute mode Prohibited"),
+        *(
+            ("compute-exclusive", exclusive, f"compute mode {gpu.compute_mode}")
+            for gpu in exclusive[:1]
+        ),
+        ("mig-enabled", [gpu for gpu in gpus if gpu.mig], "MIG mode enabled"),
+    ):
+        if found:
+            yield finding(name, f"GPU {_listed(found)}: {mode} (NVML)")
 
 
 def _check_memory(context: CheckContext) -> Findings:
@@ -137,17 +142,26 @@ def _check_architectures(context: CheckContext) -> Findings:
     capabilities = {health.compute_capability for _, health in _pairs(context)}
     for capability in sorted(capability for capability in capabilities if capability):
         number = f"{capability[0]}.{capability[1]}"
-        if listed and not _covers(listed, capability):
-            evidence = (
-                f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} (NVML)"
-            )
-            yield finding("arch-list-without-gpu", evidence, number=number)
-        if capability < _AMPERE:
-            evidence = f"compute capability {number}, older than Ampere's 8.0 (NVML)"
-            yield finding("gpu-without-bf16", evidence)
-        if capability >= _BLACKWELL and () < version_numbers(torch_cuda) < _CUDA_FOR_BLACKWELL:
-            evidence = f"compute capability {number}; torch is built for CUDA {torch_cuda}"
-            yield finding("torch-too-old-for-gpu", evidence)
+        built_for = version_numbers(torch_cuda)
+        for name, holds, evidence in (
+            (
+                "arch-list-without-gpu",
+                listed and not _covers(listed, capability),
+                f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} (NVML)",
+            ),
+            (
+                "gpu-without-bf16",
+                capability < _AMPERE,
+                f"compute capability {number}, older than Ampere's 8.0 (NVML)",
+            ),
+            (
+                "torch-too-old-for-gpu",
+                capability >= _BLACKWELL and () < built_for < _CUDA_FOR_BLACKWELL,
+                f"compute capability {number}; torch is built for CUDA {torch_cuda}",
+            ),
+        ):
+            if holds:
+                yield finding(name, evidence, number=number)
 
 
 def _covers(listed: str, capability: tuple[int, int]) -> bool:

@@ -48,8 +48,10 @@ def _check_shared_memory(context: CheckContext) -> Findings:
         if total < _SMALL_SHM_BYTES:
             yield finding("shm-small", evidence)
     elif (needed := context.plan.shm_bytes) > _TIGHT_SHARE * free:
-        name = "shm-too-small" if needed > free else "shm-tight"
-        yield finding(name, f"{evidence}; the run needs {memory_size(needed)}")
+        yield finding(
+            "shm-too-small" if needed > free else "shm-tight",
+            f"{evidence}; the run needs {memory_size(needed)}",
+        )
 
 
 def _check_memory_settings(context: CheckContext) -> Findings:
@@ -62,8 +64,10 @@ def _check_memory_settings(context: CheckContext) -> Findings:
     locked = re.search(r"^Max locked memory\s+(\d+)", limits, re.MULTILINE)
     has_rdma = context.files.names("/sys/class/infiniband")
     if locked and has_rdma and int(locked[1]) < _SMALL_MEMLOCK_BYTES:
-        evidence = f"/proc/self/limits: max locked memory {memory_size(int(locked[1]))}"
-        yield finding("locked-memory-limit", evidence)
+        yield finding(
+            "locked-memory-limit",
+            f"/proc/self/limits: max locked memory {memory_size(int(locked[1]))}",
+        )
     lines = (line.split() for line in context.files.text("/proc/swaps").splitlines()[1:])
     if swap_kib := sum(int(fields[2]) for fields in lines if len(fields) > 3):
         yield finding("swap-on", f"/proc/swaps: {memory_size(swap_kib * KIB)}")
@@ -72,8 +76,10 @@ def _check_memory_settings(context: CheckContext) -> Findings:
     page_bytes = context.machine.page_size_bytes or 0
     wrong = "always" if page_bytes >= _PAGE_64K_BYTES else "never"
     if setting and setting[1] == wrong:
-        name = "huge-pages-always" if wrong == "always" else "huge-pages-off"
-        yield finding(name, f"{file}: {wrong}; page size {page_size(page_bytes)}")
+        yield finding(
+            "huge-pages-always" if wrong == "always" else "huge-pages-off",
+            f"{file}: {wrong}; page size {page_size(page_bytes)}",
+        )
 
 
 def _check_memory_limit(context: CheckContext) -> Findings:
@@ -84,8 +90,11 @@ def _check_memory_limit(context: CheckContext) -> Findings:
     evidence = f"limit {memory_size(limit)}, host memory {host}"
     if needed:
         evidence += f"; the run needs {memory_size(needed)}"
-    name = "memory-limit-exceeded" if needed > limit else "memory-limit"
-    yield finding(name, evidence, lesser=context.plan is None)
+    yield finding(
+        "memory-limit-exceeded" if needed > limit else "memory-limit",
+        evidence,
+        lesser=context.plan is None,
+    )
 
 
 # Processors: which cores may be used, and settings that slow them down.
@@ -114,8 +123,10 @@ def _check_numa_nodes(context: CheckContext) -> Findings:
         )
     bare = [node.id for node in nodes if not node.cpus]
     if context.nvidia_gpus and bare and 2 * len(bare) == len(nodes):
-        evidence = f"{len(nodes)} NUMA nodes, half of them ({cpu_ranges(bare)}) without CPUs"
-        yield finding("gpu-memory-taken-for-hbm", evidence)
+        yield finding(
+            "gpu-memory-taken-for-hbm",
+            f"{len(nodes)} NUMA nodes, half of them ({cpu_ranges(bare)}) without CPUs",
+        )
     cpus = [node.cpus for node in context.machine.cpu_nodes]
     shared = [node.id for node in context.machine.cpu_nodes if cpus.count(node.cpus) > 1]
     if context.is_grace and shared:
@@ -125,8 +136,7 @@ def _check_numa_nodes(context: CheckContext) -> Findings:
 def _check_cores(context: CheckContext) -> Findings:
     gpus, cores = len(context.nvidia_gpus), len(context.machine.allowed_cpus)
     if cores < _FEW_CORES * gpus:
-        evidence = f"{plural(cores, 'allowed core')} for {plural(gpus, 'GPU')}"
-        yield finding("few-cores", evidence)
+        yield finding("few-cores", f"{plural(cores, 'allowed core')} for {plural(gpus, 'GPU')}")
     quota = cpu_quota(context.files)
     if quota is not None and quota < cores:
         yield finding("cpu-quota", f"CPU time of {quota:g} cores for {cores} allowed cores")
@@ -138,8 +148,11 @@ def _check_cores(context: CheckContext) -> Findings:
     governor = context.files.text(f"{folder}/scaling_governor").strip()
     scaling = context.files.text(f"{folder}/scaling_driver").strip()
     if gpus and governor in _SLOW_GOVERNORS and scaling not in _SELF_SCALING:
-        evidence = f"{folder}/scaling_governor: {governor} (driver {scaling or 'unknown'})"
-        yield finding("slow-governor", evidence, governor=governor)
+        yield finding(
+            "slow-governor",
+            f"{folder}/scaling_governor: {governor} (driver {scaling or 'unknown'})",
+            governor=governor,
+        )
     limit = process_limit(context.files)
     if limit is not None and limit < min(_FEW_PROCESSES, 100 + 4 * cores):
         yield finding("process-limit", f"pids.max: {limit}, for {plural(cores, 'core')}")
@@ -192,8 +205,11 @@ def _check_orphans(context: CheckContext) -> Findings:
     if ours:
         runs = ", ".join(sorted({run for run in ours.values() if run})) or "unknown"
         processes = " ".join(map(str, ours))
-        evidence = f"process {processes}, no supervisor among its parents; run: {runs}"
-        yield finding("orphaned-trainers", evidence, processes=processes)
+        yield finding(
+            "orphaned-trainers",
+            f"process {processes}, no supervisor among its parents; run: {runs}",
+            processes=processes,
+        )
     if others:
         processes = " ".join(map(str, others))
         yield finding(

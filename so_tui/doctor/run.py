@@ -81,8 +81,10 @@ def _check_checkpoints(context: CheckContext) -> Findings:
         free = shutil.disk_usage(folder).free
         needed = context.plan.disk_peak_bytes if context.plan else 0
         if needed > free:
-            evidence = f"{folder}: {disk_size(free)} free; the run needs {disk_size(needed)}"
-            yield finding("no-room-for-checkpoints", evidence)
+            yield finding(
+                "no-room-for-checkpoints",
+                f"{folder}: {disk_size(free)} free; the run needs {disk_size(needed)}",
+            )
         elif context.plan is None and free < _LITTLE_DISK_BYTES:
             yield finding("little-room-for-checkpoints", f"{folder}: {disk_size(free)} free")
     folder = folder.resolve()
@@ -103,16 +105,22 @@ def _check_deepspeed_engine(context: CheckContext) -> Findings:
         return
     spec = context.plan.spec
     if (clipping := spec.train.gradient_clipping) > 0:
-        evidence = f"train.gradient_clipping = {clipping:g}, offload.engine = deepspeed"
-        yield finding("clipping-stops-overlap", evidence)
+        yield finding(
+            "clipping-stops-overlap",
+            f"train.gradient_clipping = {clipping:g}, offload.engine = deepspeed",
+        )
     fraction = spec.offload.cpu_adam_cores_fraction
     per_rank = len(context.machine.allowed_cpus) // max(1, spec.ranks_per_host)
     if int((1 - fraction) * per_rank) == 0:
-        evidence = f"{per_rank} cores per rank, offload.cpu_adam_cores_fraction = {fraction:g}"
-        yield finding("no-main-core", evidence, per_rank=per_rank)
+        yield finding(
+            "no-main-core",
+            f"{per_rank} cores per rank, offload.cpu_adam_cores_fraction = {fraction:g}",
+            per_rank=per_rank,
+        )
     for gpu in context.exclusive_gpus[:1]:
-        evidence = f"GPU {gpu.index}: compute mode {gpu.compute_mode} (NVML)"
-        yield finding("gpu-allows-one-process", evidence)
+        yield finding(
+            "gpu-allows-one-process", f"GPU {gpu.index}: compute mode {gpu.compute_mode} (NVML)"
+        )
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = "".join(context.environment.get(name, "") for name in names)
     if "expandable_segments:True" in settings:

@@ -33,8 +33,9 @@ def render_findings(findings: Sequence[Finding], software: Software | None) -> R
         versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
         which = f"the tested set {found.name}" if found else "not a tested set"
         sign = ("✓ ", "green") if found else ("· ", "cyan")
-        told = printable_line(f"Training packages: {which} ({versions}).")
-        parts.append(Text.assemble(sign, told))
+        parts.append(
+            Text.assemble(sign, printable_line(f"Training packages: {which} ({versions})."))
+        )
     return Group(*parts)
 
 
@@ -43,5 +44,7 @@ def _finding(finding: Finding) -> RenderableType:
     rows = Table.grid(Column(style="dim", width=5), Column(overflow="fold"), padding=(0, 1))
     for name, text in (("found", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
         rows.add_row(name, printable_line(text))
-    title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))
-    return Group(title, Padding(rows, (0, 0, 1, 2)))
+    return Group(
+        Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold")),
+        Padding(rows, (0, 0, 1, 2)),
+    )

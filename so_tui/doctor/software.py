@@ -39,8 +39,11 @@ def _check_packages(context: CheckContext) -> Findings:
         return
     versions = {package: getattr(installed, package) for package in PACKAGES}
     if missing := [package for package, version in versions.items() if version is None]:
-        evidence = f"no such package for Python {installed.python}"
-        yield finding("missing-packages", evidence, packages=", ".join(missing))
+        yield finding(
+            "missing-packages",
+            f"no such package for Python {installed.python}",
+            packages=", ".join(missing),
+        )
     outside = known_versions().exceeded_by(installed) if installed.torch else ()
     for bound in outside:
         version = getattr(installed, bound.package)
@@ -105,8 +108,11 @@ def _check_build_tools(context: CheckContext) -> Findings:
     elif installed.compiler is None:
         yield finding("no-compiler", failed)
     if installed.ninja is None:
-        evidence = "no package ninja, and `ninja --version` failed"
-        yield finding("no-ninja", evidence, lesser=not context.uses_deepspeed_adam)
+        yield finding(
+            "no-ninja",
+            "no package ninja, and `ninja --version` failed",
+            lesser=not context.uses_deepspeed_adam,
+        )
     if not context.uses_deepspeed_adam:
         return
     folder = extensions_folder(environment)
@@ -135,8 +141,11 @@ def _check_code_folders(context: CheckContext) -> Findings:
         return
     folder = compiled_folder(context.environment)
     if above := exchangeable_in(folder):
-        evidence = f"others can rename folders in {above}, which is above {folder}"
-        yield finding("code-folders-exchangeable", evidence, above=above)
+        yield finding(
+            "code-folders-exchangeable",
+            f"others can rename folders in {above}, which is above {folder}",
+            above=above,
+        )
 
 
 def has_adam_kernel(files: SystemFiles, environment: Environment) -> bool:

@@ -90,7 +90,13 @@ def preflight(
         warnings = quick_checks(launch, runs_dir=runs_dir)
         if not launch.forced:
             begins("machine")
-            _refuse(_blocked_by_doctor(launch), forceable=True)
+            # What else would end the run, such as an old driver or a GPU that no process may use.
+            blocking = (
+                Refusal("doctor-blocks", f"{found.title} ({found.evidence}). {found.remedy}")
+                for found in findings(launch.machine, launch.plan)
+                if found.severity == "blocks"
+            )
+            _refuse(blocking, forceable=True)
         begins("inputs")
         request = {"spec": spec_tree(launch.spec)}
         answer = call_tool("check_inputs", request, timeout_s=180.0)
@@ -172,8 +178,7 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
         raise InputError(problems)
     _refuse_code_unheard_of(launch.spec.model)
     if not launch.forced:
-        space = _lacking_space(launch.plan, saved, runs_dir, shared_memory=False)
-        _refuse(space, forceable=True)
+        _refuse(_lacking_space(launch.plan, saved, runs_dir, shared_memory=False), forceable=True)
 
 
 def _refuse_code_unheard_of(model: ModelSpec) -> None:
@@ -241,15 +246,6 @@ def _missing_software(machine: Machine) -> Iterator[Refusal]:
             f"{len(machine.gpus)} GPUs. Install a CUDA build of torch (see the README for Grace "
             "Hopper)",
         )
-
-
-def _blocked_by_doctor(launch: Launch) -> Iterator[Refusal]:
-    """Yield what else would end the run, such as an old driver or a GPU that no process may use."""
-    for finding in findings(launch.machine, launch.plan):
-        if finding.severity == "blocks":
-            yield Refusal(
-                "doctor-blocks", f"{finding.title} ({finding.evidence}). {finding.remedy}"
-            )
 
 
 def _refuse_missing_compiler(launch: Launch) -> None:

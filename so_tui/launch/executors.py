@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
 from so_tui.launch.launch import Executor
-from so_tui.launch.supervisor.processes import OwnProcesses, markers
+from so_tui.launch.supervisor.processes import markers, own_environs
 from so_tui.runs.directory import RunDirectory, own_run
 from so_tui.runs.liveness import host_of, sees_processes_of, supervised
 from so_tui.runs.records import FINAL_STATES
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, Refused, RunSpec
 
+Environs = Callable[[], tuple[frozenset[str], ...]]
+
+
 # Make sure that each live run has a supervisor. Whoever looks at runs calls this; nothing that a
 # start needs is imported.
 
 
-def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = None) -> bool:
+def ensure_supervised(run: RunDirectory, environs: Environs = own_environs) -> bool:
     """Attach a new supervisor if the run's has died on this host and processes of the run still
     live. Return whether one was started.
 
@@ -32,7 +36,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
 
     Args:
         run: Any run.
-        own_processes: Shared by calls for many runs, so that /proc is read once.
+        environs: ``own_environs``, cached by whoever asks for many runs.
     """
     with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
         state = read_state(run)
@@ -40,7 +44,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
             state.state in FINAL_STATES
             or not sees_processes_of(host_of(state))
             or supervised(state)
-            or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt))
+            or not any(markers(run, state.attempt) <= environ for environ in environs())
         ):
             return False
         # An OSError is a full disk: the next call tries again.

@@ -164,19 +164,21 @@ def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tel
         delete_run(run)
         raise
     now = time.time()
-    state = RunState(
-        name=run.name,
-        state="stopped",
-        code=OutcomeCode.STOPPED,
-        exit_code=EXIT_CODES["stopped"],
-        step=step,
-        total_steps=spec.train.steps,
-        saved_step=step,
-        saved_at=now,
-        started=now,
-        ended=now,
+    write_state_even_if_full(
+        run,
+        RunState(
+            name=run.name,
+            state="stopped",
+            code=OutcomeCode.STOPPED,
+            exit_code=EXIT_CODES["stopped"],
+            step=step,
+            total_steps=spec.train.steps,
+            saved_step=step,
+            saved_at=now,
+            started=now,
+            ended=now,
+        ),
     )
-    write_state_even_if_full(run, state)
     return run
 
 

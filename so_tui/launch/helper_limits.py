@@ -85,8 +85,7 @@ def restrict(name: str, pid: int, inherited: int) -> None:
     with suppress(OSError):  # it has ended already
         resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
         if name == "describe_model":
-            most = (_LARGEST_FILE_BYTES,) * 2
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES,) * 2)
     fcntl.fcntl(inherited, fcntl.F_SETOWN, -pid)
     fcntl.fcntl(inherited, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(inherited, fcntl.F_SETFL, os.O_ASYNC)

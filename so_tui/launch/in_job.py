@@ -338,8 +338,11 @@ def _not_started(
 ) -> int:
     """Record that the attempt cannot run on this node, and return the exit code."""
     if not nodes.first:
-        state = NodeState(host=machine.hostname, ended=True, outcome=outcome)
-        write_run_json(run, run.node_path(attempt, nodes.node), state)
+        write_run_json(
+            run,
+            run.node_path(attempt, nodes.node),
+            NodeState(host=machine.hostname, ended=True, outcome=outcome),
+        )
         return outcome.run_exit_code
     with run_lock(run, assume_dead=submitted.assume_dead) as lock:
         if lock is not None:

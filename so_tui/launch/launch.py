@@ -332,13 +332,16 @@ def plan_refused(plan: Plan) -> Refused:
     """Return the error for a plan that does not fit or cannot run. Its codes are those of the
     plan's reasons (``shortage`` ...).
     """
-    refusals = [
-        Refusal(
-            "does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text
-        )
-        for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
-    ]
-    return Refused(refusals, forceable=plan.possible)
+    return Refused(
+        [
+            Refusal(
+                "does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag),
+                text,
+            )
+            for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
+        ],
+        forceable=plan.possible,
+    )
 
 
 def preview(spec: RunSpec, machine: Machine) -> tuple[Plan, Launch | None]:

@@ -113,9 +113,7 @@ def _queue_text(job: Job) -> str:
         case "queued":
             reason = job.reason.partition(",")[0]  # a list of nodes may follow
             why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
-            start = ""
-            if job.start is not None:
-                start = f", expected to start {_clock(job.start)}"
+            start = "" if job.start is None else f", expected to start {_clock(job.start)}"
             return f"{number} waits {why}{start}"
         case "running" | "completing":
             return f"{number} starts on {printable_line(job.nodes)}"
@@ -156,12 +154,15 @@ def _explained(run: RunDirectory, recorded: RunState) -> RunState:
     job = executor_of_attempt(run, recorded.attempt).status(run, recorded.attempt)
     if job is None or job.end not in _SCHEDULERS_ENDS:
         return recorded
-    state = replace(
-        _with_end(recorded, job, unstarted=False),
-        state=recorded.state,
-        exit_code=recorded.exit_code,
+    return _record(
+        run,
+        recorded,
+        replace(
+            _with_end(recorded, job, unstarted=False),
+            state=recorded.state,
+            exit_code=recorded.exit_code,
+        ),
     )
-    return _record(run, recorded, state)
 
 
 _UNEXPLAINED = frozenset(
@@ -213,14 +214,17 @@ def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
 
 def _with_end(state: RunState, job: Job, *, unstarted: bool) -> RunState:
     code = job.end or OutcomeCode.JOB_FAILED
-    outcome = Outcome(
-        state="stopped" if unstarted and code is OutcomeCode.JOB_CANCELLED else "lost",
-        code=code,
-        detail=job.output,
-        job=job.id,
-        node=job.nodes,
+    return final_state(
+        state,
+        Outcome(
+            state="stopped" if unstarted and code is OutcomeCode.JOB_CANCELLED else "lost",
+            code=code,
+            detail=job.output,
+            job=job.id,
+            node=job.nodes,
+        ),
+        state.ended or time.time(),
     )
-    return final_state(state, outcome, state.ended or time.time())
 
 
 _LOG = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,9 +97,9 @@ class RunLister:
         to the next look.
         """
         from so_tui.launch.executors import ensure_supervised
-        from so_tui.launch.supervisor.processes import OwnProcesses
+        from so_tui.launch.supervisor.processes import own_environs
 
-        own_processes, deadline = OwnProcesses(), time.monotonic() + LOOK_S
+        environs, deadline = cache(own_environs), time.monotonic() + LOOK_S
         self._looks += 1
         runs, known = list_runs(self._runs_dir), self._known
         # Those come first that the last look did not reach.
@@ -117,7 +118,7 @@ class RunLister:
                 now, checked = time.monotonic(), self._supervision_checked
                 if now - checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
                     checked[run.path] = now
-                    ensure_supervised(run, own_processes)
+                    ensure_supervised(run, environs)
             elif row.readable:
                 # otherwise its file system may be back at the next look, and nothing of it has
                 # changed

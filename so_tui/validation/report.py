@@ -254,12 +254,8 @@ def read(folder: Path) -> Report | None:
 def write(folder: Path, report: Report) -> None:
     """Replace the report of a folder. Raises OSError."""
     make_folders(folder)
-    write_atomic(folder / FILE, _encoded(report))
-
-
-def _encoded(report: Report) -> bytes:
-    """Return a report as JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    content = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    write_atomic(folder / FILE, content + b"\n")
 
 
 # The form of a report that names neither the host, nor its user, nor any path.

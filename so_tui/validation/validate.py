@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -125,11 +124,8 @@ started. May raise anything.
 """
 
 
-class _Measurement(NamedTuple):
-    """One part of a report, as it is before it is measured."""
-
-    pending: Outcome
-    measure: Measure
+_Measurement = tuple[Outcome, Measure]
+"""One part of a report, as it is before it is measured, and what measures it."""
 
 
 def _run_parts(
@@ -160,12 +156,11 @@ def _run_parts(
         KeyboardInterrupt: The user stopped; what was measured until then is written.
     """
     known = {outcome.key: outcome for outcome in report.outcomes}
-    pending = [measurement.pending for measurement in measurements]
-    outcomes = tuple(known.get(each.key, each) for each in pending)
+    outcomes = tuple(known.get(pending.key, pending) for pending, _ in measurements)
     report = replace(report, outcomes=outcomes)
     write(report)
     deadline, over_s = time.monotonic() + seconds, 0.0
-    whole_s = sum(each.estimate_s for each in pending) or 1.0
+    whole_s = sum(pending.estimate_s for pending, _ in measurements) or 1.0
     for measurement, outcome in zip(measurements, outcomes, strict=True):
         if outcome.state != "measured":
             share = over_s / whole_s
@@ -173,7 +168,7 @@ def _run_parts(
             pace = _pace(report.outcomes)
             report = report.with_outcome(_outcome(measurement, pace, deadline, tell, share))
             write(report)
-        over_s += measurement.pending.estimate_s
+        over_s += measurement[0].estimate_s
     tell("done", 1.0)
     return report
 
@@ -193,14 +188,14 @@ def _pace(outcomes: Sequence[Outcome]) -> float:
 def _outcome(
     measurement: _Measurement, pace: float, deadline: float, tell: Tell, share: float
 ) -> Outcome:
-    pending, begun = measurement.pending, time.monotonic()
+    (pending, measure), begun = measurement, time.monotonic()
     left_s, expected_s = deadline - begun, pace * pending.estimate_s
     if expected_s > left_s:
         reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
         return replace(pending, state="left-out", reason=reason)
     limit_s = min(3 * pending.estimate_s, left_s) + OVERRUN_S
     try:
-        result = measurement.measure(lambda text: tell(text, share), limit_s)
+        result = measure(lambda text: tell(text, share), limit_s)
         found = replace(pending, state="measured", result=result)
     # Whatever stands in the way of one part is in the report, and the others go on.
     except Exception as error:  # noqa: BLE001
@@ -247,7 +242,7 @@ def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
 
 
 def _measurement(key: str, title: str, estimate_s: float, measure: Measure) -> _Measurement:
-    return _Measurement(Outcome(key=key, title=title, estimate_s=estimate_s), measure)
+    return Outcome(key=key, title=title, estimate_s=estimate_s), measure
 
 
 def _machine(
@@ -302,10 +297,6 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True):
     losses_only: bool = False
     """Many steps of ``tiny`` in place of a few of the shape: for its losses, not for its speed."""
 
-    @property
-    def needs_deepspeeds_adam(self) -> bool:
-        return self.published or self.settings.get("offload.mode") == "zerooffload"
-
 
 def _shape_for(machine: Machine) -> RunSpec:
     """Return what is trained: the largest of the shapes that fits one GPU without offload; without
@@ -348,8 +339,9 @@ def _shape_name(spec: RunSpec) -> str:
 @cache
 def _parts() -> dict[str, tuple[_Part, ...]]:
     """Return the parts for machines with ``gpus``, and with ``cpus`` alone."""
-    content = Path(__file__).with_name("parts.toml").read_bytes()
-    return msgspec.toml.decode(content, type=dict[str, tuple[_Part, ...]])
+    return msgspec.toml.decode(
+        Path(__file__).with_name("parts.toml").read_bytes(), type=dict[str, tuple[_Part, ...]]
+    )
 
 
 def _parts_of(machine: Machine, gpus: int) -> list[_Part]:
@@ -480,7 +472,7 @@ def _measure(
     """
     deadline = time.monotonic() + limit_s
     usable = usable_machine(machine)
-    if part.needs_deepspeeds_adam:
+    if part.published or part.settings.get("offload.mode") == "zerooffload":
         tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
         cpu_adam.wait(limit_s)
     elif part.losses_only:
@@ -495,8 +487,9 @@ def _measure(
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    launch = launch_of(plan, usable)
-    ran = run_to_end(launch, probes_dir(), report, limit_s=deadline - time.monotonic())
+    ran = run_to_end(
+        launch_of(plan, usable), probes_dir(), report, limit_s=deadline - time.monotonic()
+    )
     measured, counted = measured_of(ran, plan), ran.counted(plan)
     found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.losses_only):
@@ -563,11 +556,16 @@ def validate(
             show.write(folder / SHARED, report.shared(found))
 
     with _CpuAdam() as cpu_adam:
-        parts = [
-            *_machine_measurements(machine, folder),
-            *_training_measurements(machine, shape, _parts_of(usable, gpus), cpu_adam),
-        ]
-        return _run_parts(begun, parts, seconds, write, tell)
+        return _run_parts(
+            begun,
+            [
+                *_machine_measurements(machine, folder),
+                *_training_measurements(machine, shape, _parts_of(usable, gpus), cpu_adam),
+            ],
+            seconds,
+            write,
+            tell,
+        )
 
 
 def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:

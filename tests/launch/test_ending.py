@@ -101,7 +101,7 @@ def seen(loss: Loss | None, *log: str, **others: Any) -> ending.Evidence:
 def test_cause_is_concluded(evidence: ending.Evidence, code: str, others: dict[str, Any]) -> None:
     outcome = ending.conclude(evidence)
     assert (outcome.state, outcome.run_exit_code, outcome.code) == ("failed", 1, code)
-    found = asdict(outcome) | {"reason": ending.outcome_text(outcome, "r").reason}
+    found = asdict(outcome) | {"reason": ending.outcome_text(outcome, "r")[0]}
     assert {name: found[name] for name in others} == others
 
 
@@ -118,7 +118,7 @@ def test_cause_is_concluded(evidence: ending.Evidence, code: str, others: dict[s
 def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
     outcome = ending.conclude(seen(Loss(RANK), "Traceback (most ...):", line, f"{EXITS} 1"))
     assert (outcome.code, outcome.detail) == (code, detail)
-    assert detail in ending.outcome_text(outcome, "r").reason
+    assert detail in ending.outcome_text(outcome, "r")[0]
 
 
 @pytest.mark.parametrize(
@@ -139,18 +139,20 @@ def test_suggestion_says_how_to_resume(saved: int | None, resuming: str) -> None
         (seen(None, failures=(failed,)), False),
         (seen(None, failures=(replace(failed, code="a-code-of-a-newer-version"),)), False),
     ):
-        text = ending.outcome_text(ending.conclude(evidence), "r", saved, advice)
-        assert text.suggestion == f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
+        _, suggestion = ending.outcome_text(ending.conclude(evidence), "r", saved, advice)
+        assert suggestion == f"{advice}. {resuming.format(' --set KEY=VALUE' * changed)}"
     without = Failure(rank=0, code="error", reason="it failed")
-    text = ending.outcome_text(ending.conclude(seen(None, failures=(without,))), "r", saved)
-    assert text.suggestion == resuming.format("")
+    _, suggestion = ending.outcome_text(
+        ending.conclude(seen(None, failures=(without,))), "r", saved
+    )
+    assert suggestion == resuming.format("")
 
 
 @pytest.mark.parametrize("code", ["checkpoints-unreadable", "checkpoint-missing"])
 def test_nothing_saved_that_can_be_read_promises_no_step(code: str) -> None:
     failed = Failure(rank=0, code=code, reason="it failed", suggestion="start over")
-    text = ending.outcome_text(ending.conclude(seen(None, failures=(failed,))), "r", 4)
-    assert text.suggestion == "start over"
+    _, suggestion = ending.outcome_text(ending.conclude(seen(None, failures=(failed,))), "r", 4)
+    assert suggestion == "start over"
 
 
 def test_every_code_of_the_supervisor_has_words() -> None:
@@ -159,9 +161,11 @@ def test_every_code_of_the_supervisor_has_words() -> None:
     assert {*OutcomeCode} - {C.FINISHED, C.STOPPED, C.ERROR} <= ending._wordings().keys()
     known: dict[str, Any] = {"detail": "detail", "count": 1, "limit_s": 1.0, "pid": 1}
     for code in OutcomeCode:
-        text = ending.outcome_text(ending.Outcome(code=code, who="rank", rank=0, **known), "r")
-        assert text.reason
-        assert "so-tui resume r" in text.suggestion
+        reason, suggestion = ending.outcome_text(
+            ending.Outcome(code=code, who="rank", rank=0, **known), "r"
+        )
+        assert reason
+        assert "so-tui resume r" in suggestion
 
 
 SAVED = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)

@@ -115,7 +115,7 @@ def test_what_ended_a_node_counts_before_what_followed(three_nodes: RunDirectory
     tell(three_nodes, 2, replace(state, host="n2", outcome=LOST))
     cause = nodes.OtherNodes(three_nodes, 1, 3).wait()
     assert cause == replace(LOST, node="n2")
-    assert "n2" in outcome_text(cause, "one").reason
+    assert "n2" in outcome_text(cause, "one")[0]
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: st
     assert missing_network(lines, environ) == missing
     outcome = conclude(Evidence(missing_network=missing))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
-    assert missing in outcome_text(outcome, "one").reason
+    assert missing in outcome_text(outcome, "one")[0]

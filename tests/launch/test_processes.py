@@ -54,6 +54,10 @@ def roles(tree: processes.ProcessTree) -> dict[int, str]:
     return {known.pid: known.role for known in tree.alive}
 
 
+def is_marked(run: RunDirectory) -> bool:
+    return any(processes.markers(run) <= environ for environ in processes.own_environs())
+
+
 def recorded(pid: int) -> Process:
     stat = read_stat(pid)
     assert stat is not None
@@ -102,12 +106,12 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     with started("sleep", "60", run=tmp_path, run_id="one") as process:
         wait_for_environment(process.pid)
         # A run of an older version has no id.
-        assert processes.OwnProcesses().carry(processes.markers(run))
+        assert is_marked(run)
         write_manifest(run)
         manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):
             run.manifest_path.write_text(json.dumps(manifest | {"id": known}))
-            assert processes.OwnProcesses().carry(processes.markers(run)) == carried
+            assert is_marked(run) == carried
             tree = processes.ProcessTree(processes.markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)
             assert [found.pid for found in tree.alive] == [process.pid] * carried
@@ -125,7 +129,7 @@ def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
         processes._send(recorded(process.pid), signal.SIGKILL)
         time.sleep(0.1)
         assert process.poll() is None
-        assert not processes.OwnProcesses().carry(processes.markers(run))
+        assert not is_marked(run)
 
 
 def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ RATES = PlannedRates(
     h2d_bytes=20_000_000_000,
 )
 STEP = StepTime(forward_s=0.8, backward_s=2.0, exposed_optimizer_s=0.1, data_s=0.1)
-PLANNED = slowness._Planned(step=STEP, rates=RATES, binding=BINDING)
+PLAN: Any = SimpleNamespace(rates=RATES, binding=BINDING)
 SLOW = slowness._Measured(
     step_s=4.5,
     data_s=0.1,
@@ -76,7 +77,7 @@ SLOW_ADAM = {"adam_busy_s": 2.8, "adam_bytes_per_s": 70e9}
     ],
 )
 def test_causes_are_ranked(changes: dict[str, Any], codes: list[str]) -> None:
-    causes = slowness._ranked_causes(replace(SLOW, **changes), PLANNED)
+    causes = slowness._ranked_causes(replace(SLOW, **changes), PLAN, STEP)
     assert [cause.code for cause in causes] == codes
     if len(causes) == 1:
         assert 0.1 < causes[0].seconds / 1.5 < 1.001
@@ -98,7 +99,7 @@ PLACED = RankPlacement(
 )
 def test_placement_comes_before_its_effects(first: str, placement: RankPlacement) -> None:
     measured = replace(SLOW, placement=(placement,), foreign_share=0.5, **SLOW_ADAM)
-    causes = slowness._ranked_causes(measured, PLANNED)
+    causes = slowness._ranked_causes(measured, PLAN, STEP)
     assert (causes[0].code, causes[-1].code) == (first, "adam")
     assert next(cause.nice for cause in causes if cause.code == "foreign-load") == placement.nice
 

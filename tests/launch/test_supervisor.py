@@ -21,7 +21,7 @@ from so_tui.launch.executors import ensure_supervised
 from so_tui.launch.launch import prepare, prepare_resume, supervisor_log
 from so_tui.launch.lifecycle import resume, start, stop
 from so_tui.launch.supervisor.ending import request_stop, stop_request
-from so_tui.launch.supervisor.processes import OwnProcesses
+from so_tui.launch.supervisor.processes import own_environs
 from so_tui.launch.supervisor.samples import MEMORY_INTERVAL_S
 from so_tui.machine import Machine
 from so_tui.plan.plan import StepTime
@@ -50,7 +50,7 @@ WITHIN_S = 30.0
 
 def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
     """No known or marked process of the run lives."""
-    marked = OwnProcesses().carry(frozenset({f"SO_TUI_RUN={run.path}"}))
+    marked = any(f"SO_TUI_RUN={run.path}" in environ for environ in own_environs())
     return not (any(map(alive, before.processes)) or marked)
 
 

@@ -52,7 +52,7 @@ RANK_LOST = Outcome(code=OutcomeCode.RANK_LOST, who="rank", rank=0)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the test process's signals, and its children, which are not the run's."""
     monkeypatch.setattr("so_tui.launch.supervisor.host.Host.install_signals", lambda _: None)
-    monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", set)
+    monkeypatch.setattr("psutil.pids", list)
 
 
 def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Supervisor:
@@ -193,7 +193,7 @@ def test_a_supervisor_without_the_locks_watches_what_lives(
     monkeypatch.setattr(host, "chosen_gpus", lambda *_: [gpu])
     marks = {"SO_TUI_RUN": str(run.path), "SO_TUI_ATTEMPT": "1", "SO_TUI_RUN_ID": run_id(run)}
     with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=os.environ | marks) as process:
-        monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", lambda: {process.pid})
+        monkeypatch.setattr("psutil.pids", lambda: [process.pid])
         supervisor_of(run, training(run, host=machine.hostname)).watch()
         assert not running(process.pid)
     assert read_state(run).code not in (OutcomeCode.NOT_STARTED, OutcomeCode.GPU_IN_USE)

@@ -58,11 +58,13 @@ def test_anothers_link_in_shared_memory_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_failed_run_is_quoted_in_what_to_do_next(name: str, tmp_path: Path) -> None:
-    text = outcome_text(Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), name)
-    assert text.suggestion.isprintable()
+    _, suggestion = outcome_text(
+        Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), name
+    )
+    assert suggestion.isprintable()
     for verb in ("logs", "resume"):
         command = so_tui_command(verb, name)
-        assert f"`{command}`" in text.suggestion
+        assert f"`{command}`" in suggestion
         words = arguments_of(command, tmp_path / "shell")
         assert [word for word in words if word != "--"] == [verb, name]
 

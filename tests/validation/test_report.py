@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import msgspec
 import pytest
 from markdown_it import MarkdownIt
 from msgspec import Struct
@@ -163,7 +164,7 @@ def test_a_shared_report_has_no_text_of_others() -> None:
     failed = reports.Outcome(key="b", title="b", estimate_s=1, state="failed", reason="alps")
     outcomes = (measured("m", replace(found, software=software)), failed)
     nameless = reports.shared(replace(EMPTY, outcomes=outcomes))
-    assert "alps" not in reports._encoded(nameless).decode() + markdown(nameless)
+    assert "alps" not in msgspec.json.encode(nameless).decode() + markdown(nameless)
     assert "- note: (a)" in markdown(nameless)
     left = nameless.outcomes[0].result
     assert isinstance(left, reports.MachineFound)

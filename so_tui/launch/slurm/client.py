@@ -366,12 +366,15 @@ def _is_due(path: Path, interval_s: float) -> bool:
 
 def _found(path: Path) -> _Queue | None:
     """Return the newest answer that this process or another one got."""
-    answers = [
-        answer
-        for answer in (_answers.get(path), readable_json(path, _Queue, own=True))
-        if answer is not None
-    ]
-    return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
+    return min(
+        [
+            answer
+            for answer in (_answers.get(path), readable_json(path, _Queue, own=True))
+            if answer is not None
+        ],
+        key=lambda answer: abs(time.time() - answer.asked),
+        default=None,
+    )
 
 
 def _path(cluster: str) -> Path:

@@ -220,12 +220,6 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "" if self.step_options else architecture_of(self.interpreter)
 
 
-class _Named(Struct):
-    """A profile of which only the names of its clusters are known to be right."""
-
-    clusters: tuple[Any, ...] = ()
-
-
 def _builtin_sites() -> Path:
     """Return the folder of the built-in profiles."""
     return Path(__file__).parents[2] / "sites"
@@ -297,7 +291,7 @@ def _clusters_of(name: str) -> tuple[Any, ...]:
     own, builtin = _user_sites() / f"{name}.toml", _builtin_sites() / f"{name}.toml"
     for path, read in ((own, read_own), (builtin, Path.read_bytes)):
         with contextlib.suppress(*_UNREADABLE):
-            return msgspec.convert(decode_toml(read(path)), _Named).clusters
+            return msgspec.convert(decode_toml(read(path)).get("clusters", ()), tuple[Any, ...])
     return ()
 
 
@@ -527,15 +521,17 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         # and srun does not see it.
         "signal": f"{CONTINUE_SIGNAL}@{warning_s}",
     }
-    options = (
-        *(f"--{name}={value}" for name, value in given.items() if value),
-        site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
-        site.node_option,
-        *(f"--{name}={value}" for name, value in shared.items() if value),
-        "--requeue" if site.requeue and slurm.continues else "--no-requeue",
-        f"--output={OUTPUT}",
-        "--open-mode=append",
-        *site.options,
-        *slurm.options,
+    return filter(
+        None,
+        (
+            *(f"--{name}={value}" for name, value in given.items() if value),
+            site.gpu_option.replace("{gpus}", str(gpus)) if gpus else "",
+            site.node_option,
+            *(f"--{name}={value}" for name, value in shared.items() if value),
+            "--requeue" if site.requeue and slurm.continues else "--no-requeue",
+            f"--output={OUTPUT}",
+            "--open-mode=append",
+            *site.options,
+            *slurm.options,
+        ),
     )
-    return filter(None, options)

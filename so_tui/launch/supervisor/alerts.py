@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from so_tui.launch.command import MARKER, AlertCommand, log_line
@@ -94,23 +95,20 @@ each file.
 """
 
 
+@dataclass
 class _AlertWatch:
     """Notices each event once; one that can pass, such as a stall, again after it has passed."""
 
-    def __init__(self, attempt: int, now: float, told_step: int = 0) -> None:
-        """Prepare to watch an attempt.
-
-        Args:
-            attempt: The attempt.
-            now: Any clock's time in seconds that never goes back, as in each call.
-            told_step: The last step of which an earlier supervisor of the attempt has told.
-        """
-        self._attempt = attempt
-        self._told_step = told_step
-        self._last_step_at = now
-        self._step_s = 0.0
-        self._trains = False
-        self._raised: set[AlertName] = set()
+    _attempt: int
+    _last_step_at: float
+    """By any clock, in seconds, that never goes back, as ``now`` in each call; at first the time
+    now.
+    """
+    _told_step: int = 0
+    """The last step of which an earlier supervisor of the attempt has told."""
+    _step_s: float = 0.0
+    _trains: bool = False
+    _raised: set[AlertName] = field(default_factory=set)
 
     def observe(
         self, state: RunState, records: Iterable[MetricRecord], now: float, settings: AlertSettings
@@ -126,7 +124,6 @@ class _AlertWatch:
                 # The record of its phase may have met a full disk.
                 self._trains = True
                 self._last_step_at, self._step_s = now, record.step_s
-                self._raised.discard("stall")
                 found += [
                     alert
                     for alert in self._of_step(record, settings)
@@ -146,10 +143,14 @@ class _AlertWatch:
         """
         bound = settings.disk_free_gb * 1e9
         least = 0.0 if full else float(min(free_bytes.values(), default=math.inf))
-        if not full and least > _ENOUGH * bound:
-            self._raised.discard("disk")
         return self._noticed(
-            "disk", state.step, settings, full or least < bound, value=least, bound=bound
+            "disk",
+            state.step,
+            settings,
+            full or least < bound,
+            passed=least > _ENOUGH * bound,
+            value=least,
+            bound=bound,
         )
 
     def end(self, state: RunState, settings: AlertSettings) -> Alerts:
@@ -166,14 +167,10 @@ class _AlertWatch:
         )
         finite = math.isfinite(loss)
         healthy = finite and (norm is None or math.isfinite(norm))
-        above = bound is not None and loss > bound
-        if healthy:
-            self._raised.discard("not-finite")
-        if not above:
-            self._raised.discard("loss")
+        above = bound is not None and finite and loss > bound
         return (
             *self._noticed("not-finite", step, settings, not healthy),
-            *self._noticed("loss", step, settings, above and finite, value=loss, bound=bound),
+            *self._noticed("loss", step, settings, above, value=loss, bound=bound),
         )
 
     def _noticed(
@@ -183,27 +180,22 @@ class _AlertWatch:
         settings: AlertSettings,
         holds: bool,
         *,
+        passed: bool = True,
         value: float | None = None,
         bound: float | None = None,
     ) -> Alerts:
-        """Return the alert of a condition if it holds and did not before, and its kind is
-        wanted.
+        """Return the alert of a condition if it holds and did not before, and its kind is wanted.
+        Where it does not hold, ``passed`` says whether it may be told of again.
         """
-        if not holds or kind in self._raised:
-            return ()
-        self._raised.add(kind)
-        if kind not in settings.on:
-            return ()
-        return (
-            Alert(
-                kind=kind,
-                attempt=self._attempt,
-                time=time.time(),
-                step=step,
-                value=value,
-                bound=bound,
-            ),
+        new = holds and kind not in self._raised
+        if holds:
+            self._raised.add(kind)
+        elif passed:
+            self._raised.discard(kind)
+        alert = Alert(
+            kind=kind, attempt=self._attempt, time=time.time(), step=step, value=value, bound=bound
         )
+        return (alert,) if new and kind in settings.on else ()
 
 
 def remembered(before: Alerts, new: Alerts) -> Alerts:
@@ -262,16 +254,20 @@ class Announcer:
         settings = self._settings().alerts
         for alert in alerts:
             text = alert_text(alert, self._run.name, state)
-            about = {
-                MARKER: alert.kind,
-                "SO_TUI_ALERT_TEXT": text,
-                "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
-                "SO_TUI_ALERT_HOST": self._host,
-                "SO_TUI_ALERT_STEP": str(alert.step),
-                "SO_TUI_ALERT_STATE": state.state,
-                "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
-            }
-            self.command.request(settings.command, about, text, settings.command_timeout_s)
+            self.command.request(
+                settings.command,
+                {
+                    MARKER: alert.kind,
+                    "SO_TUI_ALERT_TEXT": text,
+                    "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
+                    "SO_TUI_ALERT_HOST": self._host,
+                    "SO_TUI_ALERT_STEP": str(alert.step),
+                    "SO_TUI_ALERT_STATE": state.state,
+                    "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
+                },
+                text,
+                settings.command_timeout_s,
+            )
 
     def finish(self) -> None:
         """Remove the figures, and wait for the commands of the last alerts: a job ends with its

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -233,7 +233,6 @@ def _reported_rank_code(log: Sequence[str]) -> int | None:
 
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-_LOST = _LOST_CODES.values()
 
 
 class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,22 +252,15 @@ def _wordings() -> dict[str, _Wording]:
     )
 
 
-class _OutcomeText(NamedTuple):
-    """The reason of an outcome, and what to do next."""
-
-    reason: str
-    suggestion: str
-
-
 _SAVED_IN_VAIN = ("checkpoints-unreadable", "checkpoint-missing")
 """Codes of attempts that could not continue from any step."""
 
 
 def outcome_text(
     outcome: Outcome, name: str, saved_step: int | None = None, advice: str = ""
-) -> _OutcomeText:
-    """Put an outcome into words. The suggestion for a failure ends with how to resume, and with
-    changed settings where it needs them.
+) -> tuple[str, str]:
+    """Return the reason of an outcome, and what to do next: after a failure also how to resume, and
+    with changed settings where it needs them.
 
     Args:
         outcome: How an attempt ended.
@@ -277,9 +269,7 @@ def outcome_text(
         advice: The plan's own advice, in place of a general one.
     """
     if outcome.state in ("finished", "stopped"):
-        return _OutcomeText(
-            outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
-        )
+        return outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
     advice = outcome.advice if outcome.reported else advice or _advice(outcome, name)
     settings = " --set KEY=VALUE" if _wording(outcome).settings else ""
     command = f"`{so_tui_command('resume', name)}{settings}`"
@@ -292,7 +282,7 @@ def outcome_text(
         again = ""
     parts = (part.rstrip(".") for part in (advice, again) if part)
     where = f"on node {outcome.node}: " if outcome.node and not outcome.job else ""
-    return _OutcomeText(where + _reason(outcome), ". ".join(parts))
+    return where + _reason(outcome), ". ".join(parts)
 
 
 def _reason(outcome: Outcome) -> str:
@@ -300,7 +290,7 @@ def _reason(outcome: Outcome) -> str:
     if outcome.reported:
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         return where + outcome.reported
-    if outcome.code in _LOST:
+    if outcome.code in _LOST_CODES.values():
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
         try:
@@ -319,7 +309,7 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _advice(outcome: Outcome, name: str) -> str:
-    if outcome.code in _LOST and outcome.signal in _CRASHES:
+    if outcome.code in _LOST_CODES.values() and outcome.signal in _CRASHES:
         return "Native code crashed. See the last lines of the log"
     return _wording(outcome).advice.format(
         install=INSTALL_TRAINING, logs=so_tui_command("logs", name)
@@ -428,15 +418,15 @@ def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "
         ended: When, in seconds since the epoch.
         advice: The plan's own, as for ``outcome_text``.
     """
-    text = outcome_text(outcome, state.name, state.saved_step, advice)
+    reason, suggestion = outcome_text(outcome, state.name, state.saved_step, advice)
     return replace(
         state,
         state=outcome.state,
         ending=False,
         detail="",
         code=str(outcome.code),
-        reason=text.reason,
-        suggestion=text.suggestion,
+        reason=reason,
+        suggestion=suggestion,
         ended=ended,
         exit_code=outcome.run_exit_code,
         processes=(),

@@ -118,16 +118,15 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         plan: This node's plan.
         hostfile: The path of its file of nodes.
     """
-    devices = (
-        f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
-        for node in range(nodes.count)
-    )
     return {
         "{NODE}": str(nodes.node),
         "{ADDRESS}": nodes.address,
         "{PORT}": str(nodes.port),
         "{HOSTFILE}": hostfile,
-        "{DEVICES}": "@".join(devices),
+        "{DEVICES}": "@".join(
+            f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
+            for node in range(nodes.count)
+        ),
     }
 
 
@@ -325,10 +324,6 @@ class Host:
                     if error.holder.run != str(path):
                         raise
 
-    def running(self) -> bool:
-        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
-        return self._runner is not None and self.status() is None
-
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
         not our child.
@@ -355,8 +350,12 @@ class Host:
             ],
             "inherited": recordable(os.environ),
         }
-        path = self._run.command_path(self._attempt, self._nodes.node)
-        write_run_json(self._run, path, record, indented=True)
+        write_run_json(
+            self._run,
+            self._run.command_path(self._attempt, self._nodes.node),
+            record,
+            indented=True,
+        )
 
     def follow(self, tick: Callable[[], bool], take: Callable[[Sample], None]) -> None:
         """Scan once a second, and whenever a process ends, until none is left.
@@ -371,7 +370,9 @@ class Host:
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while not self.handed_over and (self.tree.alive or self.running()):
+            while not self.handed_over and (
+                self.tree.alive or (self._runner is not None and self.status() is None)
+            ):
                 self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._scan()
                 acts = tick()

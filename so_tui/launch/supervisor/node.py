@@ -135,12 +135,12 @@ def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Out
         others: What happened on another one, if anything did.
         unprompted: A process of the first node ended before any had been told to.
     """
-    if others is None or own.state in ("finished", "stopped"):
-        return own
-    if own.reported and own.code != OutcomeCode.RANK_LOST:
-        return own
-    if others.code == OutcomeCode.UNEXPECTED or (
-        own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST
+    if (
+        others is None
+        or own.state in ("finished", "stopped")
+        or (own.reported and own.code != OutcomeCode.RANK_LOST)
+        or others.code == OutcomeCode.UNEXPECTED
+        or (own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST)
     ):
         return own
     return others
@@ -204,8 +204,11 @@ class NodeSupervisor:
         """
         received = self._host.signal
         if received is not None and received is not signal.SIGUSR1:
-            reason = f"the supervisor on {self._host.name} received {received.name}"
-            request_stop(self._run, reason=reason, signalled=True)
+            request_stop(
+                self._run,
+                reason=f"the supervisor on {self._host.name} received {received.name}",
+                signalled=True,
+            )
         self._host.signal = None
 
     def _check_first_node(self) -> None:

@@ -14,8 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,14 +56,14 @@ _LEAST_CORES = 0.1
 """A process that uses less does not compute."""
 
 
+@dataclass
 class ProcessLoads:
     """Reads how much each process computed since the reading before. It costs one small file a
     process. Not thread-safe.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[int, Stat] = {}
-        self._clock = 0.0
+    _before: dict[int, Stat] = field(default_factory=dict)
+    _clock: float = 0.0
 
     def measure(self) -> dict[int, tuple[Stat, float]]:
         """Return every living process with the cores that it kept busy: 0 for those that are new
@@ -72,7 +71,9 @@ class ProcessLoads:
         """
         now = time.monotonic()
         stats = {
-            pid: stat for pid in _pids() if (stat := read_stat(pid)) is not None and stat.alive
+            pid: stat
+            for pid in psutil.pids()
+            if (stat := read_stat(pid)) is not None and stat.alive
         }
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
@@ -100,11 +101,6 @@ class ProcessLoads:
             )
             for cores, pid, stat in sorted(computing, key=lambda load: -load[0])
         )
-
-
-def _pids() -> set[int]:
-    """Return the processes that this one may see."""
-    return set(psutil.pids())
 
 
 def _is_own(pid: int) -> bool:
@@ -137,21 +133,12 @@ def _send(process: Process, signum: signal.Signals) -> None:
             os.kill(process.pid, signum)
 
 
-class OwnProcesses:
-    """What the living processes of this user carry in their environment. Read once, when it is
-    first asked for.
-    """
-
-    @cached_property
-    def _environs(self) -> tuple[frozenset[str], ...]:
-        own = (pid for pid in _pids() if _is_own(pid))
-        return tuple(
-            _environ(pid) for pid in own if (stat := read_stat(pid)) is not None and stat.alive
-        )
-
-    def carry(self, markers: frozenset[str]) -> bool:
-        """Return whether a process carries all of these entries."""
-        return any(markers <= environ for environ in self._environs)
+def own_environs() -> tuple[frozenset[str], ...]:
+    """Return what each living process of this user carries in its environment."""
+    own = (pid for pid in psutil.pids() if _is_own(pid))
+    return tuple(
+        _environ(pid) for pid in own if (stat := read_stat(pid)) is not None and stat.alive
+    )
 
 
 class Loss(NamedTuple):
@@ -174,6 +161,7 @@ class _Living:
     """Whether its role does not change any more."""
 
 
+@dataclass
 class ProcessTree:
     """The processes of a run: those that live, and the leading ones that have ended.
 
@@ -182,17 +170,16 @@ class ProcessTree:
     A scan examines only pids that are new since the last one, so it costs one listing of /proc.
     """
 
-    def __init__(self, markers: frozenset[str], supervisor_pid: int) -> None:
-        self._markers = markers
-        self._supervisor_pid = supervisor_pid
-        self._living: dict[int, _Living] = {}
-        self.gone: dict[Process, int | None] = {}
-        """The runner, launcher and ranks that have ended, in the order in which that was observed,
-        with their exit codes (below 0 for a signal; None if the parent collected it before we could
-        read it).
-        """
-        self._seen: set[int] = set()
-        self._counted_ticks: dict[int, int] = {}
+    markers: frozenset[str]
+    supervisor_pid: int
+    gone: dict[Process, int | None] = field(default_factory=dict)
+    """The runner, launcher and ranks that have ended, in the order in which that was observed, with
+    their exit codes (below 0 for a signal; None if the parent collected it before we could read
+    it).
+    """
+    _living: dict[int, _Living] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+    _counted_ticks: dict[int, int] = field(default_factory=dict)
 
     @property
     def alive(self) -> tuple[Process, ...]:
@@ -205,7 +192,7 @@ class ProcessTree:
 
         Return the runner, launcher and ranks that have ended since the last scan, the cause first.
         """
-        present = _pids()
+        present = set(psutil.pids())
         ended = self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
@@ -283,13 +270,13 @@ class ProcessTree:
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        known = {self._supervisor_pid, *self._living}
+        known = {self.supervisor_pid, *self._living}
         if (
             stat is not None
             and stat.alive
             and pid not in known
             and _is_own(pid)
-            and (stat.parent in known or self._markers <= _environ(pid))
+            and (stat.parent in known or self.markers <= _environ(pid))
         ):
             self._describe(pid, stat)
 

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from so_tui.launch.command import log_line
@@ -96,15 +97,16 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
+@dataclass
 class Textfile:
     """The file of one run on one host, which is replaced with each sample and removed at the
     end.
     """
 
-    def __init__(self, run: str, host: str) -> None:
-        self._run, self._host = run, host
-        self._path: Path | None = None
-        self._error = ""
+    _run: str
+    _host: str
+    _path: Path | None = None
+    _error: str = ""
 
     def publish(
         self, folder: str, state: RunState, step: StepRecord | None, sample: Sample

@@ -31,7 +31,7 @@ from so_tui.launch.supervisor.ending import (
 )
 from so_tui.launch.supervisor.host import ALONE, Host, Nodes
 from so_tui.launch.supervisor.node import OtherNodes, attributed
-from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
+from so_tui.launch.supervisor.processes import become_subreaper, markers, own_environs
 from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, deleted, exchanged, known_id, own_run
@@ -103,7 +103,7 @@ def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
             f"the attempt runs on {state.host or 'no host'}",
             "Supervise it there.",
         )
-    if not OwnProcesses().carry(markers(run, attempt)):
+    if not any(markers(run, attempt) <= environ for environ in own_environs()):
         raise reject(
             "no-living-process",
             "--attempt",
@@ -199,8 +199,10 @@ class Supervisor:
         )
         others = None if self._superseded else self._others.wait()
         own = conclude(evidence)
-        outcome = attributed(own, others, unprompted=evidence.unprompted)
-        return self._finish(outcome, heartbeat_at if gone_unseen else None)
+        return self._finish(
+            attributed(own, others, unprompted=evidence.unprompted),
+            heartbeat_at if gone_unseen else None,
+        )
 
     def _tick(self) -> bool:
         host = self._host

@@ -15,7 +15,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -366,12 +366,12 @@ class _Mark(NamedTuple):
     shared: int
 
 
+@dataclass
 class _HighWater:
     """Tracks the processes of one run. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._marks: dict[tuple[int, int], _Mark] = {}
-        self._highest: int | None = None
+    _marks: dict[tuple[int, int], _Mark] = field(default_factory=dict)
+    _highest: int | None = None
 
     def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
         """Return the peak so far in bytes. None until the kernel has reported the memory of a
@@ -535,22 +535,22 @@ _CGROUP = re.compile(r"^0::(.*)$", re.MULTILINE)
 T = TypeVar("T")
 
 
+@dataclass
 class _Seldom(Generic[T]):
     """A figure that is costly to read. It is repeated until it is read again."""
 
-    def __init__(self, read: Callable[[], T], *, due: float, interval_s: float) -> None:
-        """Read from ``due`` on, by the clock of ``value``."""
-        self._read = read
-        self._value: T | None = None
-        self._due = due
-        self._interval_s = interval_s
+    read: Callable[[], T]
+    due: float
+    """When it is read next, by the clock of ``value``."""
+    interval_s: float
+    known: T | None = None
 
     def value(self, now: float) -> T | None:
-        if now >= self._due:
+        if now >= self.due:
             started = time.process_time()
-            self._value = self._read()
-            self._due = now + max(self._interval_s, (time.process_time() - started) / _COST_SHARE)
-        return self._value
+            self.known = self.read()
+            self.due = now + max(self.interval_s, (time.process_time() - started) / _COST_SHARE)
+        return self.known
 
 
 class Sampler:

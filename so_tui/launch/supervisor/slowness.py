@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.folders import Environment
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Binding, Plan, PlannedRates, RankBinding, StepTime
+from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.records import (
     Cause,
     MetricRecord,
@@ -110,25 +110,17 @@ class _Measured(Struct, frozen=True, kw_only=True):
     placement: Placements = ()
 
 
-class _Planned(Struct, frozen=True, kw_only=True):
-    """The same as planned."""
-
-    step: StepTime
-    rates: PlannedRates | None = None
-    binding: Binding = ()
-
-
-def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
-    """Return what makes steps longer than planned, most likely first.
+def _ranked_causes(measured: _Measured, plan: Plan, step: StepTime) -> tuple[Cause, ...]:
+    """Return what makes steps longer than ``step``, as the plan has them, most likely first.
 
     Waiting for data explains the time by which that grew, every other cause part of the rest. Of
     those that explain at least half as much as the one that explains most, causes come before their
     effects.
     """
-    excess_s = measured.step_s - planned.step.total_s
-    compute_excess_s = max(0.0, excess_s - (measured.data_s - planned.step.data_s))
+    excess_s = measured.step_s - step.total_s
+    compute_excess_s = max(0.0, excess_s - (measured.data_s - step.data_s))
     found = []
-    for cause in _causes(measured, planned):
+    for cause in _causes(measured, plan, step):
         if cause.code != "data":
             cause = replace(cause, seconds=min(cause.seconds, compute_excess_s))
         if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0:
@@ -137,11 +129,11 @@ def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     return tuple(sorted(found, key=lambda cause: cause.seconds < most_s / 2))
 
 
-def _causes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
+def _causes(measured: _Measured, plan: Plan, step: StepTime) -> Iterator[Cause]:
     """Yield what was measured that takes time, from cause to effect: a load on the cores also slows
     Adam down, so where both explain about as much, the first is named first.
     """
-    bound = {binding.rank: binding for binding in planned.binding}
+    bound = {binding.rank: binding for binding in plan.binding}
     places = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
     elsewhere = [
         place.rank for place, binding in places if misplaced(place, binding.cpus, binding.main_cpus)
@@ -170,13 +162,13 @@ def _causes(measured: _Measured, planned: _Planned) -> Iterator[Cause]:
     if clock and (clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz):
         lost_s = (measured.forward_s + measured.backward_s) * (1 - clock.mhz / clock.max_mhz)
         yield Cause(code="clocks", seconds=lost_s, measured=clock.mhz, planned=clock.max_mhz)
-    if planned.rates is not None:
-        yield from _slow_transfers(measured, planned.rates)
+    if plan.rates is not None:
+        yield from _slow_transfers(measured, plan.rates)
     yield Cause(
         code="data",
-        seconds=measured.data_s - planned.step.data_s,
+        seconds=measured.data_s - step.data_s,
         measured=measured.data_s,
-        planned=planned.step.data_s,
+        planned=step.data_s,
     )
 
 
@@ -275,15 +267,18 @@ def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> _Clock |
             if busy and gpu.clock_mhz and gpu.clock_max_mhz:
                 held_down = not {*gpu.throttling} <= _USUAL
                 by_gpu[gpu.index].append((gpu.clock_mhz, gpu.clock_max_mhz, held_down))
-    clocks = [
-        _Clock(
-            mhz=statistics.median(mhz for mhz, _, _ in seen),
-            max_mhz=seen[-1][1],
-            throttled_share=statistics.fmean(held_down for *_, held_down in seen),
-        )
-        for seen in by_gpu.values()
-    ]
-    return min(clocks, key=lambda clock: clock.mhz / clock.max_mhz, default=None)
+    return min(
+        [
+            _Clock(
+                mhz=statistics.median(mhz for mhz, _, _ in seen),
+                max_mhz=seen[-1][1],
+                throttled_share=statistics.fmean(held_down for *_, held_down in seen),
+            )
+            for seen in by_gpu.values()
+        ],
+        key=lambda clock: clock.mhz / clock.max_mhz,
+        default=None,
+    )
 
 
 # Sentences about a run that is slower than its plan, for the dashboard and ``run --plain``.
@@ -399,11 +394,7 @@ class SlowWatch:
     """
 
     def __init__(self, plan: Plan, machine: Machine, attempt: int) -> None:
-        self._planned = (
-            None
-            if plan.step is None
-            else _Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
-        )
+        self._plan = plan
         self._machine = machine
         self._attempt = attempt
         self._seen = self._redone = 0
@@ -420,7 +411,7 @@ class SlowWatch:
         because the gradient norm exceeded the limit: plans do not count on either.
         """
         for record in records:
-            if record.attempt != self._attempt or self._planned is None:
+            if record.attempt != self._attempt or self._plan.step is None:
                 continue
             if isinstance(record, PhaseRecord):
                 self._undisturbed = record.phase == "training" and not record.detail
@@ -435,7 +426,7 @@ class SlowWatch:
 
     def sample(self, sample: Sample) -> None:
         """Take a new sample of the host, and compare where that is due."""
-        if self._planned is None or not self._steps:
+        if self._plan.step is None or not self._steps:
             return
         self._samples.append(sample)
         while len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= WINDOW_S:
@@ -444,22 +435,22 @@ class SlowWatch:
             self._samples.popleft()
         if sample.time >= self._due:
             self._due = sample.time + _CHECK_S
-            self.found = self._compare(self._planned)
+            self.found = self._compare(self._plan.step)
 
-    def _compare(self, planned: _Planned) -> Slowdown | None:
+    def _compare(self, step: StepTime) -> Slowdown | None:
         steps = tuple(self._steps)
         lasted_s = steps[-1].time - steps[0].time
         if len(steps) < LEAST_STEPS or lasted_s < (1 - 2 / _MOST_STEPS) * WINDOW_S:
             return self.found
-        bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
+        bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * step.total_s
         middle = len(steps) // 2
         for half in (steps[:middle], steps[middle:]):
-            if statistics.median(step.step_s for step in half) <= bound_s:
+            if statistics.median(each.step_s for each in half) <= bound_s:
                 return None
-        measured = _measured_of(steps, self._samples, self._machine, planned.binding)
+        measured = _measured_of(steps, self._samples, self._machine, self._plan.binding)
         return Slowdown(
             step=steps[-1].step,
             step_s=measured.step_s,
-            planned_s=planned.step.total_s,
-            causes=_ranked_causes(measured, planned),
+            planned_s=step.total_s,
+            causes=_ranked_causes(measured, self._plan, step),
         )
