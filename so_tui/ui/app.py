@@ -129,22 +129,19 @@ class SoTuiApp(SharedApp):
         if self._launch is not None:
             start_launch(self, self._launch)
         self.report_settings()
-        if self.inspecting:
-            self.load(self._given_machine, self.machine_file)
-        else:
-            self.mode_change_signal.subscribe(self, self._load_for)
-            # Another screen may have been chosen before the first paint.
-            self._load_for(self.current_mode)
+        self.mode_change_signal.subscribe(self, self._load_for)
+        # Another screen may have been chosen before the first paint.
+        self._load_for(self.current_mode)
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
             self.set_timer(SETTLED_S, settle)
 
     def _load_for(self, mode: str) -> None:
-        """Load presets and machine for the first screen that is not the dashboard of the run that
-        was opened.
+        """Load presets and machine, but not while only the dashboard of the run that was opened is
+        shown.
         """
-        if mode != "dashboard":
+        if self.inspecting or mode != "dashboard":
             self.mode_change_signal.unsubscribe(self)
             self.inspecting = True
             self.load(self._given_machine, self.machine_file)

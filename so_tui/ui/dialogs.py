@@ -87,7 +87,7 @@ class Dialog(ModalScreen[Answer]):
         self.query_one("#said", Static).update(text)
 
 
-class Question(Dialog[bool]):
+class Question(Dialog[bool | None]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and
     enter answers no.
     """
@@ -242,7 +242,7 @@ class AskText(Dialog[Answer | None]):
         self.set_focus(self._entries[0])
 
 
-Laid = Callable[[int], str | Content]
+Laid = Callable[[int], Content]
 """Text laid out for a number of cells, as a table is."""
 COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
@@ -253,14 +253,10 @@ class _LaidOut(Static):
 
     def __init__(self, lay: Laid) -> None:
         self._lay = lay
-        super().__init__(self._laid(1))
-
-    def _laid(self, width: int) -> Content:
-        text = self._lay(width)
-        return Content(text) if isinstance(text, str) else text
+        super().__init__(lay(1))
 
     def on_resize(self) -> None:
-        self.update(self._laid(self.size.width))
+        self.update(self._lay(self.size.width))
 
 
 class Notice(Dialog[bool]):

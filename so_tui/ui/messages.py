@@ -72,10 +72,9 @@ def code_refused(
             proceed()
 
     lines = tuple(line for code in codes for line in code.lines())
-    return Failed(title, (*lines, _READ), offer=Offer("Trust this code", trust))
-
-
-_READ = "Trust it only if you have read it."
+    return Failed(
+        title, (*lines, "Trust it only if you have read it."), offer=Offer("Trust this code", trust)
+    )
 
 
 @contextmanager

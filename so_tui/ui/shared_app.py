@@ -314,15 +314,6 @@ class _Announcer:
             driver.flush()
 
 
-def _doctor_summary(findings: Sequence[Finding]) -> str:
-    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
-    severities = [finding.severity for finding in findings]
-    blocks, warnings = severities.count("blocks"), severities.count("warning")
-    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
-    parts += [plural(warnings, "warning")] * bool(warnings)
-    return f"doctor: {', '.join(parts)}" if parts else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Checking:
     """A launch that has been confirmed, and has no run directory yet."""
@@ -361,7 +352,6 @@ class SharedApp(SettingsApp):
     """How many more there are, which are being read."""
     live: var[int] = var(0)
     """How many of them are live, which changes less often than the list."""
-    doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     starting: var[str] = var("")
     """What is being started, which takes seconds. Starts wait for each other, because the thread of
@@ -417,14 +407,8 @@ class SharedApp(SettingsApp):
         from so_tui.folders import default_runs_dir
 
         if self.machine is not None:
-            messages.answer(
-                self,
-                self._show_findings,
-                findings(self.machine, checkpoints=self.runs_dir or default_runs_dir()),
-            )
-
-    def _show_findings(self, findings: tuple[Finding, ...]) -> None:
-        self.findings, self.doctor_line = findings, _doctor_summary(findings)
+            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
+            messages.answer(self, setattr, self, "findings", found)
 
     @property
     def presets(self) -> Mapping[str, Preset]:
@@ -482,8 +466,11 @@ class SharedApp(SettingsApp):
 
     def unsaved(self) -> dict[str, int]:
         """Return how many fields of each preset have unsaved edits."""
-        counts = {preset: len(draft.changes) for preset, draft in self.drafts.items()}
-        return {preset: count for preset, count in counts.items() if count}
+        return {
+            preset: len(changes)
+            for preset, draft in self.drafts.items()
+            if (changes := draft.changes)
+        }
 
     def ask(
         self,
@@ -497,15 +484,10 @@ class SharedApp(SettingsApp):
         id: str | None = None,
     ) -> None:
         """Ask a question, and ``proceed`` if the answer is yes."""
-        from so_tui.ui.dialogs import Question
+        from so_tui.ui.dialogs import Question, show_dialog
 
-        def answered(answer: bool | None) -> None:
-            if answer:
-                proceed()
-
-        self.push_screen(
-            Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id), answered
-        )
+        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id)
+        show_dialog(self, question, lambda answer: proceed() if answer else None)
 
     # What needs another screen: the application above knows them.
 

@@ -45,8 +45,6 @@ class WhatIf(StyledLines, can_focus=True):
     ALLOW_SELECT = False  # dragging chooses values
     strips: tuple[Strip, ...] = ()
     _marked = 0
-    _dragged: int | None = None
-    """The strip on which the mouse button is held."""
 
     @dataclass
     class Stepped(Message):
@@ -106,25 +104,22 @@ class WhatIf(StyledLines, can_focus=True):
         return index if 0 <= index < len(self.strips) else None
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        self._dragged = self._strip_at(event)
-        if self._dragged is not None:
-            self._marked = self._dragged
+        if (index := self._strip_at(event)) is not None:
+            self._marked = index
             self.capture_mouse()
             self._choose_at(event)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        if self._dragged is not None:
+        if self.app.mouse_captured is self:
             self._choose_at(event)
 
     def on_mouse_up(self) -> None:
-        if self._dragged is not None:
-            self._dragged = None
-            self.release_mouse()
+        self.release_mouse()
 
     def _choose_at(self, event: events.MouseEvent) -> None:
         """Choose the value of the bar that the mouse is above, below or on."""
-        if self._dragged is not None and self._dragged < len(self.strips):
-            strip = self.strips[self._dragged]
+        if self.strips:
+            strip = self.strips[self._marked]
             found = _bar_at(strip, event.x - self.gutter.left)
             self._choose(strip, None if found is None else strip.choices[found].value)
 

@@ -87,7 +87,7 @@ def _place(name: str, path: Path, width: int) -> Pieces:
 
 def comparison(
     rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
-) -> tuple[str, Callable[[int], str]] | None:
+) -> tuple[str, Callable[[int], Content]] | None:
     """Return how runs differ: in one line, and as a table of a width. None where the settings of
     one cannot be read.
     """
@@ -108,7 +108,7 @@ def _table(
     unlike: Sequence[str],
     found: Sequence[RunResults],
     width: int,
-) -> str:
+) -> Content:
     """Return results and the settings that are unlike with a column for each run, as many beside
     each other as fit into ``width`` cells, and then what is the same in all.
     """
@@ -129,7 +129,7 @@ def _table(
     column = max(NARROWEST, width - label - 2)
     for path in same:
         lines += _rows(path, [settings[0][path]], label, column, 1)
-    return "\n".join(lines)
+    return in_rows(lines)
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
