@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import SystemCommand
-from textual.binding import Binding
-from textual.dom import DOMNode
+from textual.binding import ActiveBinding
 from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker
@@ -283,7 +282,7 @@ class SoTuiApp(SharedApp):
         own.
         """
 
-        for node, binding, enabled in _bindings(screen):
+        for node, binding, enabled, _ in _bindings(screen):
             if enabled:
                 go = "Go to " if binding.action.startswith("show(") else ""
                 title = f"{go}{binding.description}"
@@ -306,16 +305,15 @@ SIZES = ("larger", "smaller", "reset-sizes")
 """Keys that many screens have and few users look for: they come after a screen's own."""
 
 
-def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
-    """Yield the application's own bindings, which have an id, once per action. Moving within tables
-    and fields is Textual's.
+def _bindings(screen: Screen[ScreenResultType]) -> Iterable[ActiveBinding]:
+    """Return the application's own bindings, which have an id, once per action. Moving within
+    tables and fields is Textual's.
     """
-    seen: set[str] = set()
+    found: dict[str, ActiveBinding] = {}
     for active in screen.active_bindings.values():
-        binding = active.binding
-        if binding.id and binding.action not in seen:
-            seen.add(binding.action)
-            yield active.node, binding, active.enabled
+        if active.binding.id:
+            found.setdefault(active.binding.action, active)
+    return found.values()
 
 
 def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
@@ -324,7 +322,7 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
     """
     here: list[KeyRow] = []
     everywhere: list[KeyRow] = []
-    for node, binding, _ in sorted(_bindings(screen), key=lambda found: found[1].id in SIZES):
+    for node, binding, *_ in sorted(_bindings(screen), key=lambda found: found.binding.id in SIZES):
         row = screen.app.get_key_display(binding), binding.description, binding.tooltip
         (everywhere if node is screen.app else here).append(row)
     everywhere += [

@@ -75,7 +75,6 @@ class SettingsApp(FixedApp[None]):
     BINDINGS = keys("every-application")
 
     settings: var[Settings] = var(Settings())
-    glyphs: var[GlyphName] = var[GlyphName]("braille")
 
     def __init__(self, loaded: Loaded | None = None) -> None:
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
@@ -93,7 +92,7 @@ class SettingsApp(FixedApp[None]):
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
-        self.glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
+        self.glyphs: GlyphName = chosen_glyphs(environment_at_start(), screen.glyphs)
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 

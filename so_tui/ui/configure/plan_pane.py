@@ -158,11 +158,8 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     ]
     for choice, height in zip(strip.choices, heights, strict=True):
         verdict = choice.plan.verdict
-        sign, style = height, STYLES[verdict]
-        if verdict == "does not fit":
-            sign = SIGNS[verdict]
-        elif choice.plan.step_s is None:
-            sign = UNKNOWN
+        sign = UNKNOWN if choice.plan.step_s is None else height
+        sign, style = SIGNS[verdict] if verdict == "does not fit" else sign, STYLES[verdict]
         pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
     return [Content.assemble(*pieces, (f" {high:.2f}", "$faint")), _figures(present, width)]
 
@@ -179,12 +176,9 @@ def _figures(choice: Choice, width: int) -> Content:
         step = f" step {duration(plan.step_s)}{plan.step_error_text}"
     sign = SIGNS[plan.verdict], STYLES[plan.verdict]
     line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
-    pieces = []
-    if plan.gpu_bytes:
-        pieces.append(f"   GPU {memory_of(plan.gpu_bytes, plan.gpu_capacity_bytes)}")
-    if host := max(plan.host_bytes_per_node.values(), default=0):
-        pieces.append(f"   host {memory(host)}")
-    for piece in pieces:
+    gpu, host = plan.gpu_bytes, max(plan.host_bytes_per_node.values(), default=0)
+    on_gpu = f"   GPU {memory_of(gpu, plan.gpu_capacity_bytes)}" if gpu else ""
+    for piece in (on_gpu, f"   host {memory(host)}" if host else ""):
         if line.cell_length + len(piece) <= width:
             line = line + piece
     return line

@@ -133,8 +133,8 @@ class _PresetTable(FittedTable):
         ]
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
-        stays = before is not None and before[0].preset in self.rows
-        line = self.get_row_index(before[0].preset) if before and stays else at.row
+        preset = before[0].preset if before is not None else ""
+        line = self.get_row_index(preset) if preset in self.rows else at.row
         self.move_cursor(row=line, column=column)
 
     def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:

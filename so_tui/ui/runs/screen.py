@@ -18,7 +18,7 @@ from so_tui.ui.charts.chart import Look
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
-from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
+from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, keys
 from so_tui.units import thousands
@@ -164,17 +164,16 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.refresh_bindings()
         if row is None:
             self.preview.facts.update("no match; esc clears the filter" if self.app.runs else "")
-            return
-        self.preview.show(
-            row, self._marked, self._curves, self._progress, self._exported.get(row.run)
-        )
+        else:
+            self.preview.show(
+                row, self._marked, self._curves, self._progress, self._exported.get(row.run)
+            )
 
     # Commands.
 
     @on(DataTable.RowSelected)
     def _open(self) -> None:
-        run = self.chosen_run
-        if run is not None:
+        if (run := self.chosen_run) is not None:
             self.app.open_run(run)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -190,14 +189,10 @@ class RunsScreen(FiltersTable, ResizablePage):
             run_actions.act(self.app, name, run)
 
     def action_mark(self) -> None:
-        run = self.chosen_run
-        if run is None:
-            return
-        if run in self._marked:
-            self._marked.remove(run)
-        else:
-            self._marked.append(run)
-        self.filtered()
+        if (run := self.chosen_run) is not None:
+            others = [marked for marked in self._marked if marked != run]
+            self._marked = others if run in self._marked else [*others, run]
+            self.filtered()
 
     def action_differences(self) -> None:
         if len(self._marked) >= 2:
@@ -233,24 +228,22 @@ class RunsScreen(FiltersTable, ResizablePage):
             self._exported[run] = written
         self._preview()
 
-    def action_sort(self) -> None:
-        present = SORTS.index(self.app.settings.runs.sort)
-        self._keep_order("sort", SORTS[(present + 1) % len(SORTS)], "Sorted by")
+    def action_order(self, setting: str) -> None:
+        """Sort or group by what comes next."""
+        choices = ORDERS[setting]
+        present = choices.index(getattr(self.app.settings.runs, setting))
+        self._keep_order(setting, choices[(present + 1) % len(choices)])
 
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
         column = self.table.columns_shown[event.column_index]
         for order in [order for order, by in SORTED_COLUMNS.items() if by == column]:
-            self._keep_order("sort", order, "Sorted by")
+            self._keep_order("sort", order)
 
-    def action_group(self) -> None:
-        present = GROUPS.index(self.app.settings.runs.group)
-        self._keep_order("group", GROUPS[(present + 1) % len(GROUPS)], "Grouped by")
-
-    def _keep_order(self, key: str, value: str, text: str) -> None:
-        self.app.keep({f"runs.{key}": value})
-        self.notify(f"{text} {value}", timeout=2)
+    def _keep_order(self, setting: str, value: str) -> None:
+        self.app.keep({f"runs.{setting}": value})
+        self.notify(f"{'Sorted' if setting == 'sort' else 'Grouped'} by {value}", timeout=2)
         self.filtered()
 
     def action_log_scale(self) -> None:

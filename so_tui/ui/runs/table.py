@@ -145,9 +145,10 @@ def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str) -> lis
 # The order of the list of runs, and its groups. Pure.
 
 
-_TYPES = get_type_hints(RunListSettings)
-SORTS: tuple[str, ...] = get_args(_TYPES["sort"])
-GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
+ORDERS: dict[str, tuple[str, ...]] = {
+    setting: get_args(choices) for setting, choices in get_type_hints(RunListSettings).items()
+}
+"""What runs can be sorted and grouped by."""
 
 
 def ordered(rows: Iterable[RunRow], curves: Curves, settings: RunListSettings) -> list[RunRow]:
@@ -232,6 +233,5 @@ class RunTable(FittedTable):
             for row, own in zip(runs, shown, strict=True)
         ]
         self.fill([_heading(name, by).strip() for name in columns], rows)
-        listed = [row.run for row in runs]
-        found = chosen is not None and chosen.run in listed
-        self.move_cursor(row=listed.index(chosen.run) if chosen and found else 0)
+        key = str(chosen.run.path) if chosen is not None else ""
+        self.move_cursor(row=self.get_row_index(key) if key in self.rows else 0)
