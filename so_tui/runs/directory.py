@@ -436,7 +436,8 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
             found = NotOwnError(Path(error.filename or run.path), why)
         if found is not None:
             raise Refused([_refusal(run, found)])
-        yield run
+        with _errors_name(run):
+            yield run
 
 
 def exchanged(run: RunDirectory, known: str) -> bool:
@@ -490,7 +491,19 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
         for path, distrust in ((run.path, opened.folder.distrust), *parts):
             if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
                 raise Refused([_refusal(run, NotOwnError(path, distrust))])
-        yield opened
+        with _errors_name(opened):
+            yield opened
+
+
+@contextlib.contextmanager
+def _errors_name(run: RunDirectory) -> Iterator[None]:
+    """Let errors of files in an open run name them as people know them."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(run.at), str(run.path), 1)
+        raise
 
 
 def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
