@@ -149,9 +149,7 @@ class SoTuiApp(SharedApp):
         """End the state of starting when its worker ends. A start that was refused may have been
         repeated before its thread has ended.
         """
-        if event.worker.group == "launch" and all(
-            worker.is_finished for worker in self.workers if worker.group == "launch"
-        ):
+        if event.worker.group == "launch" and not messages.is_working(self, "launch"):
             self.starting = ""
             self._go_back()
         self.report_failure(event)

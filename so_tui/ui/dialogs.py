@@ -544,10 +544,8 @@ class TickList(OptionList, Generic[Item]):
     def list_items(self, items: Sequence[tuple[Item, Content]]) -> None:
         """List these items, each with its text."""
         self._listed = list(items)
-        self.clear_options()
-        self.add_options([self._line(item, text) for item, text in self._listed])
-        if self._listed:
-            self.highlighted = 0
+        self.set_options([self._line(item, text) for item, text in self._listed])
+        self.action_first()
 
     def _line(self, item: Item, text: Content) -> Content:
         return Content.assemble(

@@ -101,6 +101,11 @@ def in_thread(node: DOMNode, work: Callable[[], object], name: str, *, group: st
     node.run_worker(work, name=name, group=group, thread=True, exit_on_error=False)
 
 
+def is_working(node: DOMNode, group: str) -> bool:
+    """Return whether a worker of a group has been started and has not ended."""
+    return any(worker.group == group and not worker.is_finished for worker in node.workers)
+
+
 def unexpected_error(event: Worker.StateChanged) -> str:
     """Return the error with which a worker has ended unexpectedly; empty if it has not."""
     error = event.worker.error

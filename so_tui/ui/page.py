@@ -172,9 +172,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     def action_leave_field(self) -> None:
         """Take the focus out of a text field, so that single keys are commands again."""
-        if self.maximized is not None:
-            self.minimize()
-        elif self.focused is not None:
+        if self.focused is not None:
             self._left = self.focused
             self.set_focus(None)
 
@@ -205,11 +203,8 @@ class FiltersTable(Page):
         self.set_focus(self.query_one("#table"))
 
     def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            self.filter.close()
-            self._back_to_the_table()
+        self.filter.close()
+        self._back_to_the_table()
 
 
 # Panels that are made larger and smaller, by keys and by pulling the lines between them. Their

@@ -49,16 +49,14 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
-    mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    texts = [mode]
-    if plan.fits:
-        if plan.step_s:
-            texts.append(f"step {duration(plan.step_s)}{plan.step_error_text}")
-        if plan.useful_tokens_per_s_total:
-            texts.append(f"{rate(plan.useful_tokens_per_s_total)} tokens/s")
-        if plan.model_tflops_per_gpu:
-            texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
-    facts += map(Content, texts)
+    speed, flops = plan.useful_tokens_per_s_total, plan.model_tflops_per_gpu
+    mode, *figures = (
+        "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}",
+        f"step {duration(plan.step_s)}{plan.step_error_text}" if plan.step_s else "",
+        f"{rate(speed)} tokens/s" if speed else "",
+        f"{significant(flops)} TFLOPS/GPU" if flops else "",
+    )
+    facts += map(Content, [mode, *filter(None, figures if plan.fits else ())])
     if plan.fits and plan.step_s and not plan.never_run:
         facts[-1] += " " * GAP + faint("predicted")  # which never begins a line
     return in_rows(wrapped(facts, width, GAP))

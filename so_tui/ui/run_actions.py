@@ -371,9 +371,8 @@ def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     def read() -> None:
         found = []
         for attempt in run.attempts()[-2::-1][:_MOST_ATTEMPTS]:
-            logs = log_readers(run, attempt)
-            lines = [line for reader in logs for line in reader.tail(_LOG_LINES)] or ["no log"]
-            found.append("\n".join((f"attempt {attempt}", *lines)))
+            lines = [line for log in log_readers(run, attempt) for line in log.tail(_LOG_LINES)]
+            found.append("\n".join((f"attempt {attempt}", *(lines or ["no log"]))))
         if found:
             more = so_tui_command("logs", run.name, "--attempt", "N")
             found.append(f"`{more}` prints all of one.")

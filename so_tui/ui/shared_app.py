@@ -363,7 +363,6 @@ class SharedApp(SettingsApp):
 
     def __init__(self, runs_dir: Path | None, settings: Loaded | None) -> None:
         self.runs_dir = runs_dir
-        self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
         self.announcer = _Announcer(self)
@@ -431,8 +430,8 @@ class SharedApp(SettingsApp):
         system, is completed first.
         """
         self._listing_due.set()
-        if self._listing is None or self._listing.is_finished:
-            self._listing = self._list_runs()
+        if not messages.is_working(self, "runs"):
+            self._list_runs()
 
     def list_runs_in_time(self) -> None:
         """Request readings less often where only the number of live runs is seen: one costs half as

@@ -15,6 +15,7 @@ from textual.worker import get_current_worker
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.charts.chart import Look
+from so_tui.ui.messages import is_working
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
@@ -114,8 +115,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.filtered()
         curves, shown = self._curves, self.table.shown
         rows = [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
-        reading = any(worker.group == "curve" and worker.is_running for worker in self.workers)
-        if rows and not reading:
+        if rows and not is_working(self, "curve"):
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
@@ -203,14 +203,14 @@ class RunsScreen(FiltersTable, ResizablePage):
     def _compare(self, rows: list[RunRow]) -> None:
         from so_tui.ui.dialogs import Notice
 
-        compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
-        if compared is None:
-            unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
+        unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
+        if unreadable:
             self.notify(
                 f"The settings of {unreadable} cannot be read", severity="error", markup=False
             )
         else:
-            title, table = compared
+            results = {run: curve.results for run, curve in self._curves.items()}
+            title, table = comparison(rows, results)
             self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:

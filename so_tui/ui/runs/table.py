@@ -88,7 +88,6 @@ def _cells_of(
     total = f" / {thousands(state.total_steps)}" if state.total_steps else ""
     results = curve.results if curve is not None else RunResults()
     numbers = {column: result_text(results, key) for column, key in RESULT_COLUMNS.items()}
-    numbers["step"] = f"{thousands(state.step)}{total}"
     since = age(time.time() - state.started) if state.started else ""
     return {
         MARK: Text(mark.sign or "▸", style=colours[mark.role]) if mark else Text(" ", style=accent),
@@ -96,6 +95,7 @@ def _cells_of(
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(row.model, 24), style=faint),
         CURVE: Text(curve.spark if curve is not None else "", style=accent),
+        "step": Text(f"{thousands(state.step)}{total}", justify="right"),
         **{column: Text(number, justify="right") for column, number in numbers.items()},
         "age": Text(since, style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
