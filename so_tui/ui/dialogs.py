@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
-from textual import getters, on, work
+from textual import events, getters, on, work
 from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
@@ -586,9 +586,6 @@ class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
         self._items, self._noun = items, noun
         super().__init__()
 
-    def on_mount(self) -> None:
-        self._list("")
-
     def buttons(self, yes: str) -> list[Button]:
         """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
         return [
@@ -596,20 +593,18 @@ class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
             button("No change  esc", "no", CLOSE),
         ]
 
-    def _list(self, wanted: str) -> None:
-        self.ticks.list_items(
-            [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
-        )
+    @on(events.Mount)
+    @on(Input.Changed, "#filter")
+    def _list(self) -> None:
+        """List what the filter finds."""
+        wanted = self.query_one("#filter", Input).value.lower()
+        self.ticks.list_items([item[:2] for item in self._items if wanted in item[2].lower()])
         self.tell()
 
     @on(TickList.Changed)
     def tell(self) -> None:
         ticked = f"{plural(len(self.ticks.ticked), self._noun)} ticked"
         self.say(ticked if self._items else f"There is no other {self._noun} yet.")
-
-    @on(Input.Changed, "#filter")
-    def _filtered(self, event: Input.Changed) -> None:
-        self._list(event.value)
 
     @on(Input.Submitted, "#filter")
     def _to_the_list(self) -> None:

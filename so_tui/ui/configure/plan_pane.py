@@ -59,6 +59,7 @@ class WhatIf(StyledLines, can_focus=True):
         self.set_class(not strips, "-empty")
         self.draw_again()
 
+    @on(events.Resize)
     def draw_again(self) -> None:
         """Draw the strips for the present width and units."""
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
@@ -70,9 +71,6 @@ class WhatIf(StyledLines, can_focus=True):
             marked = self.has_focus and index == self._marked
             rows += _strip_lines(strip, self.size.width or WIDEST, marked=marked)
         self.update(in_rows(rows))
-
-    def on_resize(self) -> None:
-        self.draw_again()
 
     def watch_has_focus(self, has_focus: bool) -> None:
         super().watch_has_focus(has_focus)

@@ -343,7 +343,7 @@ class PresetsScreen(FiltersTable):
         self._runs_known()
         self._fill()
         self.refresh_bindings()
-        if any(row.preset == self._to_select for row in self._shown_rows()):
+        if self._to_select in self.table.rows:
             self.table.select(self._to_select)
             self._to_select = ""
         else:

@@ -80,13 +80,9 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         return row.run if row is not None else None
 
-    # The list.
-
-    def on_resize(self) -> None:
-        self.sizes_changed()
-
     # Sizes.
 
+    @on(events.Resize)
     def sizes_changed(self) -> None:
         sizes, width = self.app.settings.panels, self.size.width
         self._beside = 0
@@ -107,6 +103,8 @@ class RunsScreen(FiltersTable, ResizablePage):
                 "run", self.preview.body.size.height, 4, self.size.height - LEAST_ROWS, towards=-1
             )
         return replace(size, step=-size.step) if panel is self.table else size
+
+    # The list.
 
     @on(events.ScreenResume)
     def _listed(self) -> None:

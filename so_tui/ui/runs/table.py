@@ -148,7 +148,7 @@ def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str) -> lis
 ORDERS: dict[str, tuple[str, ...]] = {
     setting: get_args(choices) for setting, choices in get_type_hints(RunListSettings).items()
 }
-"""What runs can be sorted and grouped by."""
+"""The choices of each setting of the list."""
 
 
 def ordered(rows: Iterable[RunRow], curves: Curves, settings: RunListSettings) -> list[RunRow]:
