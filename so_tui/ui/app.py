@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import SystemCommand
-from textual.binding import Binding
-from textual.dom import DOMNode
+from textual.binding import ActiveBinding
 from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker
@@ -129,22 +128,19 @@ class SoTuiApp(SharedApp):
         if self._launch is not None:
             start_launch(self, self._launch)
         self.report_settings()
-        if self.inspecting:
-            self.load(self._given_machine, self.machine_file)
-        else:
-            self.mode_change_signal.subscribe(self, self._load_for)
-            # Another screen may have been chosen before the first paint.
-            self._load_for(self.current_mode)
+        self.mode_change_signal.subscribe(self, self._load_for)
+        # Another screen may have been chosen before the first paint.
+        self._load_for(self.current_mode)
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
             self.set_timer(SETTLED_S, settle)
 
     def _load_for(self, mode: str) -> None:
-        """Load presets and machine for the first screen that is not the dashboard of the run that
-        was opened.
+        """Load presets and machine, but not while only the dashboard of the run that was opened is
+        shown.
         """
-        if mode != "dashboard":
+        if self.inspecting or mode != "dashboard":
             self.mode_change_signal.unsubscribe(self)
             self.inspecting = True
             self.load(self._given_machine, self.machine_file)
@@ -153,9 +149,7 @@ class SoTuiApp(SharedApp):
         """End the state of starting when its worker ends. A start that was refused may have been
         repeated before its thread has ended.
         """
-        if event.worker.group == "launch" and all(
-            worker.is_finished for worker in self.workers if worker.group == "launch"
-        ):
+        if event.worker.group == "launch" and not messages.is_working(self, "launch"):
             self.starting = ""
             self._go_back()
         self.report_failure(event)
@@ -286,7 +280,7 @@ class SoTuiApp(SharedApp):
         own.
         """
 
-        for node, binding, enabled in _bindings(screen):
+        for node, binding, enabled, _ in _bindings(screen):
             if enabled:
                 go = "Go to " if binding.action.startswith("show(") else ""
                 title = f"{go}{binding.description}"
@@ -309,16 +303,15 @@ SIZES = ("larger", "smaller", "reset-sizes")
 """Keys that many screens have and few users look for: they come after a screen's own."""
 
 
-def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
-    """Yield the application's own bindings, which have an id, once per action. Moving within tables
-    and fields is Textual's.
+def _bindings(screen: Screen[ScreenResultType]) -> Iterable[ActiveBinding]:
+    """Return the application's own bindings, which have an id, once per action. Moving within
+    tables and fields is Textual's.
     """
-    seen: set[str] = set()
+    found: dict[str, ActiveBinding] = {}
     for active in screen.active_bindings.values():
-        binding = active.binding
-        if binding.id and binding.action not in seen:
-            seen.add(binding.action)
-            yield active.node, binding, active.enabled
+        if active.binding.id:
+            found.setdefault(active.binding.action, active)
+    return found.values()
 
 
 def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
@@ -327,7 +320,7 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[KeyGroup]:
     """
     here: list[KeyRow] = []
     everywhere: list[KeyRow] = []
-    for node, binding, _ in sorted(_bindings(screen), key=lambda found: found[1].id in SIZES):
+    for node, binding, *_ in sorted(_bindings(screen), key=lambda found: found.binding.id in SIZES):
         row = screen.app.get_key_display(binding), binding.description, binding.tooltip
         (everywhere if node is screen.app else here).append(row)
     everywhere += [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
-from textual import getters, on, work
+from textual import events, getters, on, work
 from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
@@ -87,7 +87,7 @@ class Dialog(ModalScreen[Answer]):
         self.query_one("#said", Static).update(text)
 
 
-class Question(Dialog[bool]):
+class Question(Dialog[bool | None]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and
     enter answers no.
     """
@@ -242,7 +242,7 @@ class AskText(Dialog[Answer | None]):
         self.set_focus(self._entries[0])
 
 
-Laid = Callable[[int], str | Content]
+Laid = Callable[[int], Content]
 """Text laid out for a number of cells, as a table is."""
 COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
@@ -253,14 +253,10 @@ class _LaidOut(Static):
 
     def __init__(self, lay: Laid) -> None:
         self._lay = lay
-        super().__init__(self._laid(1))
-
-    def _laid(self, width: int) -> Content:
-        text = self._lay(width)
-        return Content(text) if isinstance(text, str) else text
+        super().__init__(lay(1))
 
     def on_resize(self) -> None:
-        self.update(self._laid(self.size.width))
+        self.update(self._lay(self.size.width))
 
 
 class Notice(Dialog[bool]):
@@ -548,10 +544,8 @@ class TickList(OptionList, Generic[Item]):
     def list_items(self, items: Sequence[tuple[Item, Content]]) -> None:
         """List these items, each with its text."""
         self._listed = list(items)
-        self.clear_options()
-        self.add_options([self._line(item, text) for item, text in self._listed])
-        if self._listed:
-            self.highlighted = 0
+        self.set_options([self._line(item, text) for item, text in self._listed])
+        self.action_first()
 
     def _line(self, item: Item, text: Content) -> Content:
         return Content.assemble(
@@ -592,9 +586,6 @@ class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
         self._items, self._noun = items, noun
         super().__init__()
 
-    def on_mount(self) -> None:
-        self._list("")
-
     def buttons(self, yes: str) -> list[Button]:
         """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
         return [
@@ -602,20 +593,18 @@ class TickDialog(Dialog[Answer | None], Generic[Answer, Item]):
             button("No change  esc", "no", CLOSE),
         ]
 
-    def _list(self, wanted: str) -> None:
-        self.ticks.list_items(
-            [item[:2] for item in self._items if wanted.lower() in item[2].lower()]
-        )
+    @on(events.Mount)
+    @on(Input.Changed, "#filter")
+    def _list(self) -> None:
+        """List what the filter finds."""
+        wanted = self.query_one("#filter", Input).value.lower()
+        self.ticks.list_items([item[:2] for item in self._items if wanted in item[2].lower()])
         self.tell()
 
     @on(TickList.Changed)
     def tell(self) -> None:
         ticked = f"{plural(len(self.ticks.ticked), self._noun)} ticked"
         self.say(ticked if self._items else f"There is no other {self._noun} yet.")
-
-    @on(Input.Changed, "#filter")
-    def _filtered(self, event: Input.Changed) -> None:
-        self._list(event.value)
 
     @on(Input.Submitted, "#filter")
     def _to_the_list(self) -> None:

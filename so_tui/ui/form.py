@@ -91,9 +91,7 @@ def hint(info: FieldInfo) -> str:
     """Return a hint short enough to stand beside the field: the range, else the unit. The lines
     below the form have the full text.
     """
-    if info.path in HINTS:
-        return HINTS[info.path]
-    return ", ".join(info.range_parts) or info.unit
+    return HINTS.get(info.path) or ", ".join(info.range_parts) or info.unit
 
 
 def text_of(value: object) -> str:
@@ -135,10 +133,9 @@ def values_of(spec: RunSpec) -> Texts:
 
 def _length_of(values: Texts) -> tuple[str, str]:
     """Return key and text of the length: the one of the three that is not 0."""
-    for path in LENGTH_KEYS:
-        if values.get(path, "0") not in ("0", "0.0", ""):
-            return path, values[path]
-    return LENGTH_KEYS[0], values.get(LENGTH_KEYS[0], "0")
+    given = (path for path in LENGTH_KEYS if values.get(path, "0") not in ("0", "0.0", ""))
+    path = next(given, LENGTH_KEYS[0])
+    return path, values.get(path, "0")
 
 
 def _same_value(path: str, one: str, other: str) -> bool:

@@ -105,13 +105,10 @@ def legend(parts: Iterable[Part]) -> list[Content]:
 class StyledLines(DrawnRowsMixin):
     """One row for each line of ``content``; text that does not fit is cut."""
 
-    DEFAULT_CSS = """
-    StyledLines { height: auto; }
-    """
-
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.content = Content("")
+        self.styles.height = 1
 
     @property
     def rows(self) -> int:
@@ -142,9 +139,6 @@ class StyledLines(DrawnRowsMixin):
             self.size,
             self.app.theme,
         )  # the outer size stays while it is hidden, and has no room to draw
-
-    def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return self.rows
 
     def draw_rows(self) -> list[Strip]:
         rows: list[list[Segment]] = [[]]

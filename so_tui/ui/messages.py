@@ -72,10 +72,9 @@ def code_refused(
             proceed()
 
     lines = tuple(line for code in codes for line in code.lines())
-    return Failed(title, (*lines, _READ), offer=Offer("Trust this code", trust))
-
-
-_READ = "Trust it only if you have read it."
+    return Failed(
+        title, (*lines, "Trust it only if you have read it."), offer=Offer("Trust this code", trust)
+    )
 
 
 @contextmanager
@@ -100,6 +99,11 @@ def reporting(app: App[None], subject: str, done: str, path: Path | str = "") ->
 def in_thread(node: DOMNode, work: Callable[[], object], name: str, *, group: str) -> None:
     """Run ``work`` in a thread; the application tells the user if it fails unexpectedly."""
     node.run_worker(work, name=name, group=group, thread=True, exit_on_error=False)
+
+
+def is_working(node: DOMNode, group: str) -> bool:
+    """Return whether a worker of a group has been started and has not ended."""
+    return any(worker.group == group and not worker.is_finished for worker in node.workers)
 
 
 def unexpected_error(event: Worker.StateChanged) -> str:

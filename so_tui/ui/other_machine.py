@@ -17,8 +17,6 @@ HINT = (
     "Up, down or a click choose one, as published, not measured; or give a file that `so-tui "
     "inspect --json > FILE` wrote there (right arrow completes). Runs start on this machine only."
 )
-SOURCE = "  from "
-THIS_MACHINE = ("", "this machine")
 _MOST_ENTRIES = 2000
 
 
@@ -48,9 +46,9 @@ def ask_for_machine(app: SharedApp) -> None:
         read=read,
         may_be_empty=True,
         choices=[
-            THIS_MACHINE,
+            ("", "this machine"),
             *(
-                (name, f"{machine.title}\n{SOURCE}{machine.source}")
+                (name, f"{machine.title}\n  from {machine.source}")
                 for name, machine in MACHINES.items()
             ),
         ],

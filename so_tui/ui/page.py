@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,6 +19,7 @@ from so_tui.ui.widgets import FindField, Grip, KeyLine, keys
 from so_tui.units import plural
 
 if TYPE_CHECKING:
+    from so_tui.doctor import Finding
     from so_tui.settings import Settings
 
 
@@ -48,7 +49,7 @@ class _TopLine(CachedLinesMixin):
             "machine",
             "inspecting",
             "machine_file",
-            "doctor_line",
+            "findings",
             "starting",
             "settings",
             "live",
@@ -79,12 +80,21 @@ class _TopLine(CachedLinesMixin):
             if app.machine_file:
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
-            for fact in filter(None, [*facts_of(app.machine), app.doctor_line]):
+            for fact in filter(None, [*facts_of(app.machine), _doctor_summary(app.findings or ())]):
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
                 left += faint(gap + fact)
                 gap = " · "
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
+
+
+def _doctor_summary(findings: Sequence[Finding]) -> str:
+    """Return ``doctor: 1 problem that blocks, 2 warnings``; empty when all is well."""
+    severities = [finding.severity for finding in findings]
+    blocks, warnings = severities.count("blocks"), severities.count("warning")
+    blocking = f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"
+    parts = [blocking] * bool(blocks) + [plural(warnings, "warning")] * bool(warnings)
+    return f"doctor: {', '.join(parts)}" if parts else ""
 
 
 class _Navigation(CachedLinesMixin):
@@ -162,9 +172,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     def action_leave_field(self) -> None:
         """Take the focus out of a text field, so that single keys are commands again."""
-        if self.maximized is not None:
-            self.minimize()
-        elif self.focused is not None:
+        if self.focused is not None:
             self._left = self.focused
             self.set_focus(None)
 
@@ -195,11 +203,8 @@ class FiltersTable(Page):
         self.set_focus(self.query_one("#table"))
 
     def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            self.filter.close()
-            self._back_to_the_table()
+        self.filter.close()
+        self._back_to_the_table()
 
 
 # Panels that are made larger and smaller, by keys and by pulling the lines between them. Their

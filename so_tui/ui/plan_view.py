@@ -49,16 +49,14 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
-    mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    texts = [mode]
-    if plan.fits:
-        if plan.step_s:
-            texts.append(f"step {duration(plan.step_s)}{plan.step_error_text}")
-        if plan.useful_tokens_per_s_total:
-            texts.append(f"{rate(plan.useful_tokens_per_s_total)} tokens/s")
-        if plan.model_tflops_per_gpu:
-            texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
-    facts += map(Content, texts)
+    speed, flops = plan.useful_tokens_per_s_total, plan.model_tflops_per_gpu
+    mode, *figures = (
+        "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}",
+        f"step {duration(plan.step_s)}{plan.step_error_text}" if plan.step_s else "",
+        f"{rate(speed)} tokens/s" if speed else "",
+        f"{significant(flops)} TFLOPS/GPU" if flops else "",
+    )
+    facts += map(Content, [mode, *filter(None, figures if plan.fits else ())])
     if plan.fits and plan.step_s and not plan.never_run:
         facts[-1] += " " * GAP + faint("predicted")  # which never begins a line
     return in_rows(wrapped(facts, width, GAP))
@@ -176,11 +174,11 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
         note = next((text for text in TOO_MUCH if room >= LEAST_BAR + len(text)), "")
     bar = min(MOST_BAR, max(LEAST_BAR, room - len(note)))
     lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
-    rest = []
-    if plan.shm_bytes:
-        rest.append(_labelled("/dev/shm", memory(plan.shm_bytes)))
-    if plan.disk_bytes:
-        rest.append(_labelled("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
+    sizes = [
+        ("/dev/shm", plan.shm_bytes, memory(plan.shm_bytes)),
+        ("checkpoint", plan.disk_bytes, f"{disk(plan.disk_bytes)} on disk"),
+    ]
+    rest = [_labelled(name, text) for name, size, text in sizes if size]
     return [*lines, *([Content("     ").join(rest)] if width >= 70 else rest)]
 
 
@@ -234,14 +232,15 @@ def _terms_table(plan: Plan, location: Location, width: int) -> list[Content]:
     """Return every term with its confidence, largest first."""
     shown = plan.largest_terms(location)
     room = max(12, width - len(" 117.0 GiB  measured"))
-    name_width = min(room, max((len(term.name) for term in shown), default=0))
-    lines = []
-    for term in shown:
-        name = shorten(term.name, name_width)
-        sure = "measured" if term.confidence == "calibrated" else term.confidence
-        figures = f"{name:<{name_width}} {memory(term.bytes):>9}"
-        lines.append(Content.assemble(figures, (f"  {sure}", "$faint")))
-    return lines
+    name = min(room, max((len(term.name) for term in shown), default=0))
+    sure = {"calibrated": "measured"}
+    return [
+        Content.assemble(
+            f"{shorten(term.name, name):<{name}} {memory(term.bytes):>9}",
+            (f"  {sure.get(term.confidence, term.confidence)}", "$faint"),
+        )
+        for term in shown
+    ]
 
 
 def _binding_lines(plan: Plan) -> list[Content]:

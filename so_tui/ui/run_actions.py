@@ -73,7 +73,6 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
             partial(_change, app, run, record, "stopped", "record the end of a run"),
         )
         return
-    stop = partial(_request, "stop", "Stopping after this step", app, run)
     app.ask(
         f"Stop {run.name}?",
         [
@@ -83,7 +82,7 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
                 "a checkpoint to resume from."
             ),
         ],
-        stop,
+        partial(_request, "stop", "Stopping after this step", app, run),
         yes="Stop",
         no="Keep running",
     )
@@ -91,11 +90,10 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
 
 def _ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
-    delete = partial(_change, app, run, delete_run, "deleted", "delete a run")
     app.ask(
         f"Delete {run.name}?",
         [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."],
-        delete,
+        partial(_change, app, run, delete_run, "deleted", "delete a run"),
         yes="Delete",
         no="No, keep it",
     )
@@ -194,16 +192,16 @@ def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
 
     state = _state(run)
     seen = sighting(run, state)
-    if state.state not in FINAL_STATES and seen.liveness is Liveness.UNKNOWN:
-        _ask_whether_ended(
-            app,
-            run,
-            f"{run.name} {evidence(state, seen)}.",
-            partial(_start_resume, app, run, assume_dead=True),
-        )
-        return
     if state.state not in FINAL_STATES:
-        app.notify(f"{run.name} is live: {state.state}", markup=False)
+        if seen.liveness is Liveness.UNKNOWN:
+            _ask_whether_ended(
+                app,
+                run,
+                f"{run.name} {evidence(state, seen)}.",
+                partial(_start_resume, app, run, assume_dead=True),
+            )
+        else:
+            app.notify(f"{run.name} is live: {state.state}", markup=False)
         return
     place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
     saved = (
@@ -285,8 +283,8 @@ def _show_settings(app: SharedApp, run: RunDirectory) -> None:
     from so_tui.ui.dialogs import Notice
     from so_tui.ui.form import flat, text_of
 
-    tree = spec_tree(read_spec(run), full=False)
-    lines = [f"{path} = {text_of(value)}" for path, value in flat(tree)]
+    settings = flat(spec_tree(read_spec(run), full=False))
+    lines = [f"{path} = {text_of(value)}" for path, value in settings]
     title = f"{run.name}: {plural(len(lines), 'setting')} that are not the default"
     app.push_screen(Notice(title, ["\n".join(lines)], bad=False))
 
@@ -373,9 +371,8 @@ def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     def read() -> None:
         found = []
         for attempt in run.attempts()[-2::-1][:_MOST_ATTEMPTS]:
-            logs = log_readers(run, attempt)
-            lines = [line for reader in logs for line in reader.tail(_LOG_LINES)] or ["no log"]
-            found.append("\n".join((f"attempt {attempt}", *lines)))
+            lines = [line for log in log_readers(run, attempt) for line in log.tail(_LOG_LINES)]
+            found.append("\n".join((f"attempt {attempt}", *(lines or ["no log"]))))
         if found:
             more = so_tui_command("logs", run.name, "--attempt", "N")
             found.append(f"`{more}` prints all of one.")
@@ -405,21 +402,14 @@ def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell
         saved = read_state(run).saved_step
     except InputError:
         saved = row.state.saved_step
-    model = () if saved is None else (("-model", "the model, a folder for from_pretrained"),)
-    endings = (
-        *model,
-        (".csv", "every step"),
-        (".parquet", "every step (with pyarrow)"),
-        (".svg", "the chart as shown"),
-    )
+    choices = [
+        (f"{run.name}-model", "the model, a folder for from_pretrained"),
+        (f"{run.name}.csv", "every step"),
+        (f"{run.name}.parquet", "every step (with pyarrow)"),
+        (f"{run.name}.svg", "the chart as shown"),
+    ]
     export = partial(_export, screen, run, curves, tell)
-    ask_where_to_export(
-        screen,
-        run.name,
-        [(f"{run.name}{ending}", what) for ending, what in endings],
-        new_path,
-        export,
-    )
+    ask_where_to_export(screen, run.name, choices[saved is None :], new_path, export)
 
 
 def ask_where_to_export(

@@ -112,17 +112,15 @@ class RunLister:
                 known[run.path] = before._replace(look=self._looks)
                 continue
             row = self._row(run)
-            known[run.path] = _Known(self._looks, None, row)
+            # Otherwise its file system may be back at the next look, with nothing of it changed.
+            final = row.readable and not row.live
+            known[run.path] = _Known(self._looks, changed if final else None, row)
             if row.live:
                 # Make sure that it has a supervisor, at intervals: one needs a moment to take over.
                 now, checked = time.monotonic(), self._supervision_checked
                 if now - checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
                     checked[run.path] = now
                     ensure_supervised(run, environs)
-            elif row.readable:
-                # otherwise its file system may be back at the next look, and nothing of it has
-                # changed
-                known[run.path] = _Known(self._looks, changed, row)
         self._known = {run.path: known[run.path] for run in runs if run.path in known}
         self.unread = len(runs) - len(self._known)
         return tuple(found.row for found in self._known.values())

@@ -75,7 +75,6 @@ class SettingsApp(FixedApp[None]):
     BINDINGS = keys("every-application")
 
     settings: var[Settings] = var(Settings())
-    glyphs: var[GlyphName] = var[GlyphName]("braille")
 
     def __init__(self, loaded: Loaded | None = None) -> None:
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
@@ -93,7 +92,7 @@ class SettingsApp(FixedApp[None]):
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
-        self.glyphs = chosen_glyphs(environment_at_start(), screen.glyphs)
+        self.glyphs: GlyphName = chosen_glyphs(environment_at_start(), screen.glyphs)
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
@@ -314,15 +313,6 @@ class _Announcer:
             driver.flush()
 
 
-def _doctor_summary(findings: Sequence[Finding]) -> str:
-    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
-    severities = [finding.severity for finding in findings]
-    blocks, warnings = severities.count("blocks"), severities.count("warning")
-    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
-    parts += [plural(warnings, "warning")] * bool(warnings)
-    return f"doctor: {', '.join(parts)}" if parts else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Checking:
     """A launch that has been confirmed, and has no run directory yet."""
@@ -361,7 +351,6 @@ class SharedApp(SettingsApp):
     """How many more there are, which are being read."""
     live: var[int] = var(0)
     """How many of them are live, which changes less often than the list."""
-    doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     starting: var[str] = var("")
     """What is being started, which takes seconds. Starts wait for each other, because the thread of
@@ -374,7 +363,6 @@ class SharedApp(SettingsApp):
 
     def __init__(self, runs_dir: Path | None, settings: Loaded | None) -> None:
         self.runs_dir = runs_dir
-        self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
         self.announcer = _Announcer(self)
@@ -417,14 +405,8 @@ class SharedApp(SettingsApp):
         from so_tui.folders import default_runs_dir
 
         if self.machine is not None:
-            messages.answer(
-                self,
-                self._show_findings,
-                findings(self.machine, checkpoints=self.runs_dir or default_runs_dir()),
-            )
-
-    def _show_findings(self, findings: tuple[Finding, ...]) -> None:
-        self.findings, self.doctor_line = findings, _doctor_summary(findings)
+            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
+            messages.answer(self, setattr, self, "findings", found)
 
     @property
     def presets(self) -> Mapping[str, Preset]:
@@ -448,8 +430,8 @@ class SharedApp(SettingsApp):
         system, is completed first.
         """
         self._listing_due.set()
-        if self._listing is None or self._listing.is_finished:
-            self._listing = self._list_runs()
+        if not messages.is_working(self, "runs"):
+            self._list_runs()
 
     def list_runs_in_time(self) -> None:
         """Request readings less often where only the number of live runs is seen: one costs half as
@@ -482,8 +464,11 @@ class SharedApp(SettingsApp):
 
     def unsaved(self) -> dict[str, int]:
         """Return how many fields of each preset have unsaved edits."""
-        counts = {preset: len(draft.changes) for preset, draft in self.drafts.items()}
-        return {preset: count for preset, count in counts.items() if count}
+        return {
+            preset: len(changes)
+            for preset, draft in self.drafts.items()
+            if (changes := draft.changes)
+        }
 
     def ask(
         self,
@@ -497,15 +482,10 @@ class SharedApp(SettingsApp):
         id: str | None = None,
     ) -> None:
         """Ask a question, and ``proceed`` if the answer is yes."""
-        from so_tui.ui.dialogs import Question
+        from so_tui.ui.dialogs import Question, show_dialog
 
-        def answered(answer: bool | None) -> None:
-            if answer:
-                proceed()
-
-        self.push_screen(
-            Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id), answered
-        )
+        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes, id=id)
+        show_dialog(self, question, lambda answer: proceed() if answer else None)
 
     # What needs another screen: the application above knows them.
 

@@ -390,10 +390,9 @@ class FormPanel(Vertical):
 
     def close_find(self) -> bool:
         """Show every field again; return whether some were hidden."""
-        if not self.find.close():
-            return False
+        was_open = self.find.close()
         self._filter("")
-        return True
+        return was_open
 
     @on(Input.Changed, "#find")
     def _typed(self, event: Input.Changed) -> None:

@@ -45,8 +45,6 @@ class WhatIf(StyledLines, can_focus=True):
     ALLOW_SELECT = False  # dragging chooses values
     strips: tuple[Strip, ...] = ()
     _marked = 0
-    _dragged: int | None = None
-    """The strip on which the mouse button is held."""
 
     @dataclass
     class Stepped(Message):
@@ -61,6 +59,7 @@ class WhatIf(StyledLines, can_focus=True):
         self.set_class(not strips, "-empty")
         self.draw_again()
 
+    @on(events.Resize)
     def draw_again(self) -> None:
         """Draw the strips for the present width and units."""
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
@@ -72,9 +71,6 @@ class WhatIf(StyledLines, can_focus=True):
             marked = self.has_focus and index == self._marked
             rows += _strip_lines(strip, self.size.width or WIDEST, marked=marked)
         self.update(in_rows(rows))
-
-    def on_resize(self) -> None:
-        self.draw_again()
 
     def watch_has_focus(self, has_focus: bool) -> None:
         super().watch_has_focus(has_focus)
@@ -106,25 +102,22 @@ class WhatIf(StyledLines, can_focus=True):
         return index if 0 <= index < len(self.strips) else None
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        self._dragged = self._strip_at(event)
-        if self._dragged is not None:
-            self._marked = self._dragged
+        if (index := self._strip_at(event)) is not None:
+            self._marked = index
             self.capture_mouse()
             self._choose_at(event)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        if self._dragged is not None:
+        if self.app.mouse_captured is self:
             self._choose_at(event)
 
     def on_mouse_up(self) -> None:
-        if self._dragged is not None:
-            self._dragged = None
-            self.release_mouse()
+        self.release_mouse()
 
     def _choose_at(self, event: events.MouseEvent) -> None:
         """Choose the value of the bar that the mouse is above, below or on."""
-        if self._dragged is not None and self._dragged < len(self.strips):
-            strip = self.strips[self._dragged]
+        if self.strips:
+            strip = self.strips[self._marked]
             found = _bar_at(strip, event.x - self.gutter.left)
             self._choose(strip, None if found is None else strip.choices[found].value)
 
@@ -163,11 +156,8 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     ]
     for choice, height in zip(strip.choices, heights, strict=True):
         verdict = choice.plan.verdict
-        sign, style = height, STYLES[verdict]
-        if verdict == "does not fit":
-            sign = SIGNS[verdict]
-        elif choice.plan.step_s is None:
-            sign = UNKNOWN
+        sign = UNKNOWN if choice.plan.step_s is None else height
+        sign, style = SIGNS[verdict] if verdict == "does not fit" else sign, STYLES[verdict]
         pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
     return [Content.assemble(*pieces, (f" {high:.2f}", "$faint")), _figures(present, width)]
 
@@ -184,12 +174,9 @@ def _figures(choice: Choice, width: int) -> Content:
         step = f" step {duration(plan.step_s)}{plan.step_error_text}"
     sign = SIGNS[plan.verdict], STYLES[plan.verdict]
     line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
-    pieces = []
-    if plan.gpu_bytes:
-        pieces.append(f"   GPU {memory_of(plan.gpu_bytes, plan.gpu_capacity_bytes)}")
-    if host := max(plan.host_bytes_per_node.values(), default=0):
-        pieces.append(f"   host {memory(host)}")
-    for piece in pieces:
+    gpu, host = plan.gpu_bytes, max(plan.host_bytes_per_node.values(), default=0)
+    on_gpu = f"   GPU {memory_of(gpu, plan.gpu_capacity_bytes)}" if gpu else ""
+    for piece in (on_gpu, f"   host {memory(host)}" if host else ""):
         if line.cell_length + len(piece) <= width:
             line = line + piece
     return line

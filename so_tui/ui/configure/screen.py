@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from textual import getters, on, work
 from textual.containers import Horizontal
-from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
@@ -152,7 +151,6 @@ class ConfigureScreen(ResizablePage):
     _draft: Draft | None = None
     _planned: Planned | None = None
     _serial = 0
-    _timer: Timer | None = None
     _partitions: tuple[Partition, ...] = ()
     _when_planned: Callable[[Planned], None] | None = None
     """The command that waits for the plan of the newest edit."""
@@ -215,18 +213,19 @@ class ConfigureScreen(ResizablePage):
         if self._draft is not None and self._draft.enter(path, text):
             self._serial += 1
             self._when_planned = None
-            if self._timer is not None:
-                self._timer.stop()
-            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+            self.set_timer(DEBOUNCE_S, partial(self._plan_settled, self._serial))
 
     # The plan of it.
+
+    def _plan_settled(self, serial: int) -> None:
+        """Plan the values in the form, unless they have changed or been planned meanwhile."""
+        if serial == self._serial:
+            self.replan()
 
     def replan(self) -> None:
         """Plan the values in the form. The answer to an older request is dropped."""
         if self._draft is None or self.app.machine is None:
             return
-        if self._timer is not None:
-            self._timer.stop()
         self._serial += 1
         self._plan(self._serial, self.app.machine, self._draft.base, self._draft.edits)
 
@@ -243,12 +242,10 @@ class ConfigureScreen(ResizablePage):
             # A machine that a file describes is planned for as it is; this one as the run finds it.
             machine = machine if self.app.machine_file else machine_of(spec.slurm, machine)
             plan, launch = preview(spec, machine)
-        except InputError as error:
+        except (InputError, Refused) as error:
+            if isinstance(error, Refused):
+                error = reject(error.codes[0], "gpus", "", error.reasons[0], "")
             answer(self, self._show_plan, Planned(serial, None, error.problems))
-            return
-        except Refused as error:
-            problem = reject(error.codes[0], "gpus", "", error.reasons[0], "").problems[0]
-            answer(self, self._show_plan, Planned(serial, None, (problem,)))
             return
         answer(self, self._show_plan, Planned(serial, plan, (), launch))
         worker = get_current_worker()
@@ -395,26 +392,22 @@ class ConfigureScreen(ResizablePage):
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:
-        draft = self._draft
-        if planned.plan is None or draft is None:
-            self.notify("Correct the marked fields first", severity="error")
-            return
-        self._ask_to_save(with_values(draft.base, draft.edits), draft.base.name)
-
-    def _ask_to_save(self, spec: RunSpec, base: str) -> None:
-        """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``. Ask
-        again before another preset is replaced.
+        """Ask for a name and save the values under it, as what differs from the preset. Ask again
+        before another preset is replaced.
         """
         from so_tui.spec import check_user_name, save_preset
         from so_tui.ui.dialogs import AskText, show_dialog
 
-        app, presets = self.app, self.app.presets
+        draft = self._draft
+        if planned.plan is None or draft is None:
+            self.notify("Correct the marked fields first", severity="error")
+            return
+        app, presets, base = self.app, self.app.presets, draft.base.name
+        spec = with_values(draft.base, draft.edits)
 
         def save(name: str) -> None:
-            path = None
             with reporting(app, "The preset", "saved"):
                 path = save_preset(spec, name, base=base)
-            if path is not None:
                 app.notify(f"Saved as {name} in {path}", markup=False)
                 app.reload_presets()
                 for saved in (base, name):  # their edits are in the file now

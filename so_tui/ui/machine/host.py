@@ -142,15 +142,13 @@ class HostPanel(Vertical):
 
     async def show(self, host: HostView) -> None:
         """Show this host as it is now."""
-        async with self._drawing:
-            await self._show(host)
-
-    async def _show(self, host: HostView) -> None:
         width, height = self.size
         keys = [key for key in hardware_keys(host.hosts.gpus) if key not in _NOT_HERE]
         count = min(len(keys), max(1, width // CHART_WIDTH))
         self.first %= len(keys)
-        await self._show_charts([keys[(self.first + at) % len(keys)] for at in range(count)], host)
+        shown = [keys[(self.first + at) % len(keys)] for at in range(count)]
+        async with self._drawing:
+            await self._show_charts(shown, host)
         self.numa.show(host.hosts, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
@@ -174,15 +172,13 @@ class HostPanel(Vertical):
         self.processes.update(_process_lines(host.processes, self.numa.inner(width), rows))
 
     async def _show_charts(self, keys: list[str], host: HostView) -> None:
-        charts = {chart.id: chart for chart in self.row.query(Chart)}
-        if list(charts) != keys:
+        if [chart.id for chart in self.row.query(Chart)] != keys:
             await self.row.remove_children()
             await self.row.mount_all(Chart(BY_KEY[key]) for key in keys)
-            charts = {chart.id: chart for chart in self.row.query(Chart)}
-        for key in keys:
-            metric, sampled = BY_KEY[key], host.hosts.sampled
-            named = sampled_lines(metric, sampled, coloured=not self.app.no_color)
-            charts[key].show(named, host.axis, marked=sampled.get(metric.marked, ()))
+        sampled = host.hosts.sampled
+        for chart in self.row.query(Chart):
+            named = sampled_lines(chart.metric, sampled, coloured=not self.app.no_color)
+            chart.show(named, host.axis, marked=sampled.get(chart.metric.marked, ()))
 
 
 def _process_lines(processes: Sequence[HostProcess], width: int, rows: int) -> Content:

@@ -15,10 +15,10 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Span
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
-from textual.worker import Worker
 
 from so_tui.machine.types import Software
 from so_tui.ui.machine.host import HostPanel, Monitor
+from so_tui.ui.messages import is_working
 from so_tui.ui.page import Page
 from so_tui.ui.snapshot import HostView
 from so_tui.ui.text import Content, faint, finding_content, in_rows, wrapped
@@ -94,7 +94,6 @@ class MachineScreen(Page):
         self._distances = False
         self._live_first = True
         """Whether the host as it works now is shown where there is room for one half only."""
-        self._sampling: Worker[None] | None = None
         self._due = asyncio.Event()
         self._view: HostView | None = None
         super().__init__()
@@ -163,8 +162,8 @@ class MachineScreen(Page):
         if machine is None or not (self.is_current and self._here and self.host.display):
             return False
         self._due.set()
-        if self._sampling is None or self._sampling.is_finished:
-            self._sampling = self._sample(machine)
+        if not is_working(self, "monitor"):
+            self._sample(machine)
         return True
 
     @work(group="monitor", name="sample this machine", exclusive=True, exit_on_error=False)

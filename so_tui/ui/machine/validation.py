@@ -11,11 +11,10 @@ from textual.app import ComposeResult
 from textual.containers import ScrollableContainer, Vertical
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock
-from textual.worker import Worker
 
 from so_tui.spec.errors import InputError
 from so_tui.ui.dialogs import CLOSE, Dialog, button
-from so_tui.ui.messages import answer
+from so_tui.ui.messages import answer, is_working
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import keys
 from so_tui.units import duration
@@ -51,7 +50,6 @@ class ValidationScreen(Dialog[None]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._report: Report | None = None
-        self._reading: Worker[None] | None = None
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -74,8 +72,8 @@ class ValidationScreen(Dialog[None]):
         """Have the report read, unless that is under way: a file system may take longer than a
         report is left alone.
         """
-        if self._reading is None or self._reading.is_finished:
-            self._reading = self._read_report()
+        if not is_working(self, "validation"):
+            self._read_report()
 
     @work(thread=True, group="validation", name="read the validation", exit_on_error=False)
     def _read_report(self) -> None:

@@ -110,7 +110,7 @@ class _PresetTable(FittedTable):
         cursor stays on its plan.
         """
         at, width = self.cursor_coordinate, self.screen.size.width
-        preset, count_at = self.preset_at(at.row), at.column - self._fixed
+        before, count_at = self.chosen(), at.column - self._fixed
         self._shown, self._counts = rows, counts
         wide, spacious = width >= WIDE, width >= SPACIOUS
         titles = ["model", "size", *(["tokens"] if spacious else [])]
@@ -126,13 +126,14 @@ class _PresetTable(FittedTable):
                 row.preset,
                 [
                     *self._model(row, longest, spacious=spacious),
-                    *(self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts),
+                    *(self._cell(row.cells[ranks], room, wide=wide) for ranks in counts),
                 ],
             )
             for row in rows
         ]
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
+        preset = before[0].preset if before is not None else ""
         line = self.get_row_index(preset) if preset in self.rows else at.row
         self.move_cursor(row=line, column=column)
 
@@ -146,14 +147,12 @@ class _PresetTable(FittedTable):
             cells.append(Text(thousands(row.sequence_length), justify="right"))
         return cells
 
-    def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:
+    def _cell(self, plan: Plan, room: int, *, wide: bool) -> Text:
         """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or
         ``✗ too big``.
 
         Speeds take ``room`` cells.
         """
-        if plan is None:
-            return Text("-")
         text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
         text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
         if plan.verdict == "does not fit":
@@ -171,10 +170,6 @@ class _PresetTable(FittedTable):
 
     # The cursor.
 
-    def preset_at(self, row: int) -> str:
-        """Return the preset in a row; empty where there is none."""
-        return self.ordered_rows[row].key.value or "" if 0 <= row < self.row_count else ""
-
     def chosen(self) -> tuple[PlanRow, Plan] | None:
         """Return the row under the cursor and its plan: the column's, or the recommended one where
         the cursor is on the model.
@@ -183,41 +178,34 @@ class _PresetTable(FittedTable):
         if at.row >= self.row_count:
             return None
         row = self._shown[at.row]
-        if at.column >= self._fixed:
-            plan = row.cells.get(self._counts[at.column - self._fixed])
-        else:
-            plan = _best(row)
-        return (row, plan) if plan is not None else None
+        if at.column < self._fixed:
+            return row, _best(row)
+        return row, row.cells[self._counts[at.column - self._fixed]]
 
-    def _recommended(self, row: PlanRow) -> tuple[int, bool]:
-        """Return the column of the recommended plan of a row, and whether it fits."""
-        for column, ranks in enumerate(self._counts, self._fixed):
-            plan = row.cells.get(ranks)
-            if plan is not None and plan.recommended:
-                return column, plan.fits
-        return self._fixed, False
+    def _recommended(self, row: PlanRow) -> int:
+        """Return the column of the recommended plan of a row, which fits; 0 where there is none."""
+        columns = enumerate(self._counts, self._fixed)
+        return next((column for column, ranks in columns if row.cells[ranks].recommended), 0)
 
     def select(self, preset: str) -> None:
         """Put the cursor on the recommended plan of a preset."""
         index = self.get_row_index(preset)
-        column, _ = self._recommended(self._shown[index])
-        self.move_cursor(row=index, column=column)
+        column = self._recommended(self._shown[index])
+        self.move_cursor(row=index, column=column or self._fixed)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:
         """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny,
         where none does or no GPU trains it.
         """
-        for index, row in enumerate(self._shown if on_gpus else ()):
-            column, fits = self._recommended(row)
-            if fits:
-                self.move_cursor(row=index, column=column)
-                return
-        self.move_cursor(row=max(0, len(self._shown) - 1), column=self._fixed)
+        columns = enumerate(map(self._recommended, self._shown if on_gpus else ()))
+        last = max(0, len(self._shown) - 1), self._fixed
+        index, column = next((found for found in columns if found[1]), last)
+        self.move_cursor(row=index, column=column)
 
 
-def _best(row: PlanRow) -> Plan | None:
+def _best(row: PlanRow) -> Plan:
     """Return the recommended plan of a row, else its first."""
-    return min(row.cells.values(), key=lambda plan: not plan.recommended, default=None)
+    return max(row.cells.values(), key=lambda plan: plan.recommended)
 
 
 def _speed(plan: Plan, *, wide: bool) -> str:
@@ -355,7 +343,7 @@ class PresetsScreen(FiltersTable):
         self._runs_known()
         self._fill()
         self.refresh_bindings()
-        if any(row.preset == self._to_select for row in self._shown_rows()):
+        if self._to_select in self.table.rows:
             self.table.select(self._to_select)
             self._to_select = ""
         else:
@@ -367,11 +355,7 @@ class PresetsScreen(FiltersTable):
     def _shown_rows(self) -> list[PlanRow]:
         """Return the rows that the filter finds; without one, all but those that are folded."""
         if wanted := self.filter.needle:
-            return [
-                row
-                for row in self.rows
-                if wanted in row.title.lower() or wanted in row.preset.lower()
-            ]
+            return [row for row in self.rows if wanted in f"{row.title}\n{row.preset}".lower()]
         return [row for row in self.rows if not self._needs_gpus(row)]
 
     def _needs_gpus(self, row: PlanRow) -> bool:
@@ -449,8 +433,8 @@ class PresetsScreen(FiltersTable):
     def action_train_tiny(self) -> None:
         self._train_tiny_when_planned = not self.rows
         for row in self.rows:
-            if row.preset == "tiny" and (plan := _best(row)) is not None:
-                self._ask_launch(row, plan)
+            if row.preset == "tiny":
+                self._ask_launch(row, _best(row))
 
     def action_preview_data(self) -> None:
         if (chosen := self.table.chosen()) is not None:
@@ -505,7 +489,8 @@ class PresetsScreen(FiltersTable):
     @property
     def _own_preset(self) -> Preset | None:
         """The preset under the cursor, if it is the user's own."""
-        preset = self.app.presets.get(self.table.preset_at(self.table.cursor_row))
+        chosen = self.table.chosen()
+        preset = self.app.presets.get(chosen[0].preset) if chosen else None
         return preset if preset is not None and preset.origin == "user" else None
 
     def action_delete(self) -> None:

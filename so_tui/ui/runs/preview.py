@@ -50,16 +50,15 @@ def _facts(
     if state.reason:
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         lines.append([(brief_message(state.reason), style)])
-    if state.suggestion:
-        lines.append([("next: ", "$faint"), brief_message(state.suggestion)])
-    if state.detail and row.live:
-        lines.append([brief_message(state.detail)])
-    if (spec := row.spec) is not None:
-        lines.append([("trains ", "$faint"), f"{spec.model.id} with {spec.offload.mode}"])
-    saved = "no checkpoint"
-    if state.saved_step is not None:
-        saved = f"checkpoint of step {thousands(state.saved_step)}"
-    lines.append([("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"])
+    saved, spec = state.saved_step, row.spec
+    checkpoint = "no checkpoint" if saved is None else f"checkpoint of step {thousands(saved)}"
+    named = (
+        ("next: ", brief_message(state.suggestion)),
+        ("", brief_message(state.detail) if row.live else ""),
+        ("trains ", f"{spec.model.id} with {spec.offload.mode}" if spec is not None else ""),
+        ("saved ", f"{checkpoint}, {plural(state.attempt, 'attempt')}"),
+    )
+    lines += [[(name, "$faint"), text] for name, text in named if text]
     if row.notes.note or row.notes.tags:
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
         note = brief_message(row.notes.note)
@@ -87,13 +86,9 @@ def _place(name: str, path: Path, width: int) -> Pieces:
 
 def comparison(
     rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
-) -> tuple[str, Callable[[int], str]] | None:
-    """Return how runs differ: in one line, and as a table of a width. None where the settings of
-    one cannot be read.
-    """
+) -> tuple[str, Callable[[int], Content]]:
+    """Return how runs whose settings are known differ: in one line, and as a table of a width."""
     settings = [values_of(row.spec) for row in rows if row.spec is not None]
-    if len(settings) < len(rows):
-        return None
     unlike = differing(settings)
     count = len(unlike)
     differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
@@ -108,7 +103,7 @@ def _table(
     unlike: Sequence[str],
     found: Sequence[RunResults],
     width: int,
-) -> str:
+) -> Content:
     """Return results and the settings that are unlike with a column for each run, as many beside
     each other as fit into ``width`` cells, and then what is the same in all.
     """
@@ -129,7 +124,7 @@ def _table(
     column = max(NARROWEST, width - label - 2)
     for path in same:
         lines += _rows(path, [settings[0][path]], label, column, 1)
-    return "\n".join(lines)
+    return in_rows(lines)
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:

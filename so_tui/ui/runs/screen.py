@@ -15,10 +15,11 @@ from textual.worker import get_current_worker
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.charts.chart import Look
+from so_tui.ui.messages import is_working
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
-from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered
+from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, keys
 from so_tui.units import thousands
@@ -79,13 +80,9 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         return row.run if row is not None else None
 
-    # The list.
-
-    def on_resize(self) -> None:
-        self.sizes_changed()
-
     # Sizes.
 
+    @on(events.Resize)
     def sizes_changed(self) -> None:
         sizes, width = self.app.settings.panels, self.size.width
         self._beside = 0
@@ -107,6 +104,8 @@ class RunsScreen(FiltersTable, ResizablePage):
             )
         return replace(size, step=-size.step) if panel is self.table else size
 
+    # The list.
+
     @on(events.ScreenResume)
     def _listed(self) -> None:
         if not self.is_current:
@@ -114,8 +113,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.filtered()
         curves, shown = self._curves, self.table.shown
         rows = [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
-        reading = any(worker.group == "curve" and worker.is_running for worker in self.workers)
-        if rows and not reading:
+        if rows and not is_working(self, "curve"):
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
@@ -164,17 +162,16 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.refresh_bindings()
         if row is None:
             self.preview.facts.update("no match; esc clears the filter" if self.app.runs else "")
-            return
-        self.preview.show(
-            row, self._marked, self._curves, self._progress, self._exported.get(row.run)
-        )
+        else:
+            self.preview.show(
+                row, self._marked, self._curves, self._progress, self._exported.get(row.run)
+            )
 
     # Commands.
 
     @on(DataTable.RowSelected)
     def _open(self) -> None:
-        run = self.chosen_run
-        if run is not None:
+        if (run := self.chosen_run) is not None:
             self.app.open_run(run)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -190,14 +187,10 @@ class RunsScreen(FiltersTable, ResizablePage):
             run_actions.act(self.app, name, run)
 
     def action_mark(self) -> None:
-        run = self.chosen_run
-        if run is None:
-            return
-        if run in self._marked:
-            self._marked.remove(run)
-        else:
-            self._marked.append(run)
-        self.filtered()
+        if (run := self.chosen_run) is not None:
+            others = [marked for marked in self._marked if marked != run]
+            self._marked = others if run in self._marked else [*others, run]
+            self.filtered()
 
     def action_differences(self) -> None:
         if len(self._marked) >= 2:
@@ -208,14 +201,14 @@ class RunsScreen(FiltersTable, ResizablePage):
     def _compare(self, rows: list[RunRow]) -> None:
         from so_tui.ui.dialogs import Notice
 
-        compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
-        if compared is None:
-            unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
+        unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
+        if unreadable:
             self.notify(
                 f"The settings of {unreadable} cannot be read", severity="error", markup=False
             )
         else:
-            title, table = compared
+            results = {run: curve.results for run, curve in self._curves.items()}
+            title, table = comparison(rows, results)
             self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:
@@ -233,24 +226,22 @@ class RunsScreen(FiltersTable, ResizablePage):
             self._exported[run] = written
         self._preview()
 
-    def action_sort(self) -> None:
-        present = SORTS.index(self.app.settings.runs.sort)
-        self._keep_order("sort", SORTS[(present + 1) % len(SORTS)], "Sorted by")
+    def action_order(self, setting: str) -> None:
+        """Sort or group by what comes next."""
+        choices = ORDERS[setting]
+        present = choices.index(getattr(self.app.settings.runs, setting))
+        self._keep_order(setting, choices[(present + 1) % len(choices)])
 
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
         column = self.table.columns_shown[event.column_index]
         for order in [order for order, by in SORTED_COLUMNS.items() if by == column]:
-            self._keep_order("sort", order, "Sorted by")
+            self._keep_order("sort", order)
 
-    def action_group(self) -> None:
-        present = GROUPS.index(self.app.settings.runs.group)
-        self._keep_order("group", GROUPS[(present + 1) % len(GROUPS)], "Grouped by")
-
-    def _keep_order(self, key: str, value: str, text: str) -> None:
-        self.app.keep({f"runs.{key}": value})
-        self.notify(f"{text} {value}", timeout=2)
+    def _keep_order(self, setting: str, value: str) -> None:
+        self.app.keep({f"runs.{setting}": value})
+        self.notify(f"{'Sorted' if setting == 'sort' else 'Grouped'} by {value}", timeout=2)
         self.filtered()
 
     def action_scale(self, _: str) -> None:

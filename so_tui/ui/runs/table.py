@@ -88,7 +88,6 @@ def _cells_of(
     total = f" / {thousands(state.total_steps)}" if state.total_steps else ""
     results = curve.results if curve is not None else RunResults()
     numbers = {column: result_text(results, key) for column, key in RESULT_COLUMNS.items()}
-    numbers["step"] = f"{thousands(state.step)}{total}"
     since = age(time.time() - state.started) if state.started else ""
     return {
         MARK: Text(mark.sign or "▸", style=colours[mark.role]) if mark else Text(" ", style=accent),
@@ -96,6 +95,7 @@ def _cells_of(
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(row.model, 24), style=faint),
         CURVE: Text(curve.spark if curve is not None else "", style=accent),
+        "step": Text(f"{thousands(state.step)}{total}", justify="right"),
         **{column: Text(number, justify="right") for column, number in numbers.items()},
         "age": Text(since, style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
@@ -145,9 +145,10 @@ def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str) -> lis
 # The order of the list of runs, and its groups. Pure.
 
 
-_TYPES = get_type_hints(RunListSettings)
-SORTS: tuple[str, ...] = get_args(_TYPES["sort"])
-GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
+ORDERS: dict[str, tuple[str, ...]] = {
+    setting: get_args(choices) for setting, choices in get_type_hints(RunListSettings).items()
+}
+"""The choices of each setting of the list."""
 
 
 def ordered(rows: Iterable[RunRow], curves: Curves, settings: RunListSettings) -> list[RunRow]:
@@ -232,6 +233,5 @@ class RunTable(FittedTable):
             for row, own in zip(runs, shown, strict=True)
         ]
         self.fill([_heading(name, by).strip() for name in columns], rows)
-        listed = [row.run for row in runs]
-        found = chosen is not None and chosen.run in listed
-        self.move_cursor(row=listed.index(chosen.run) if chosen and found else 0)
+        key = str(chosen.run.path) if chosen is not None else ""
+        self.move_cursor(row=self.get_row_index(key) if key in self.rows else 0)
