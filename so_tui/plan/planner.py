@@ -316,13 +316,9 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         )
     yield from across_hosts(found)
     attention = attention_of(found.spec, found.target.profile, resources)
-    if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in (
-        "not-installed",
-        "other-gpu",
-    ):
-        yield AttentionFallsBack(
-            backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle
-        )
+    for fastest, obstacle in attention.passed_over[:1]:
+        if obstacle not in ("not-installed", "other-gpu"):
+            yield AttentionFallsBack(backend=attention.backend, fastest=fastest, obstacle=obstacle)
     if target := spec.train.tokens_per_step:
         once_tokens = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps

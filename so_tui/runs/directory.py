@@ -27,7 +27,7 @@ from msgspec import Struct
 import so_tui
 from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import Problem, Refusal, Refused, reject
+from so_tui.spec.errors import Problem, Refused, refuse, reject
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import (
@@ -435,7 +435,7 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
             why = _WHY.get(error.errno or 0, Distrust.UNREADABLE)
             found = NotOwnError(Path(error.filename or run.path), why)
         if found is not None:
-            raise Refused([_refusal(run, found)])
+            raise _refused(run, found)
         yield run
 
 
@@ -480,7 +480,7 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
     try:
         folder = None if run.folder else open_named(run.path)
     except NotADirectoryError:
-        raise Refused([_refusal(run, NotOwnError(run.path, Distrust.WRONG_KIND))]) from None
+        raise _refused(run, NotOwnError(run.path, Distrust.WRONG_KIND)) from None
     with folder or contextlib.nullcontext():
         opened = RunDirectory(run.path, run.folder or folder)
         assert opened.folder is not None
@@ -489,7 +489,7 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
         ]
         for path, distrust in ((run.path, opened.folder.distrust), *parts):
             if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
-                raise Refused([_refusal(run, NotOwnError(path, distrust))])
+                raise _refused(run, NotOwnError(path, distrust))
         yield opened
 
 
@@ -521,6 +521,9 @@ def _decides_nothing(part: NotOwnError) -> bool:
 
 
 _REASONS = {
+    Distrust.OTHER_OWNER: (
+        "{name} is not your run: {path} belongs to another user. You can watch it and read its logs"
+    ),
     Distrust.OTHERS_CAN_WRITE: (
         "other users can write {path}, and with it decide what {name} does in your name. Check "
         "what is in it, then take away the right: `{close}`"
@@ -533,14 +536,11 @@ _REASONS = {
 }
 
 
-def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:
-    name, path = printable_line(run.name), printable_line(str(found.path))
-    if found.distrust is Distrust.OTHER_OWNER:
-        return Refusal(
-            NOT_YOUR_RUN,
-            f"{name} is not your run: {path} belongs to another user. You can watch it and "
-            "read its logs",
-        )
-    close = quoted("chmod", "-R", "go-w", str(run.path))
-    message = _REASONS[found.distrust].format(name=name, path=path, close=close)
-    return Refusal(found.distrust.value, message)
+def _refused(run: RunDirectory, found: NotOwnError) -> Refused:
+    message = _REASONS[found.distrust].format(
+        name=printable_line(run.name),
+        path=printable_line(str(found.path)),
+        close=quoted("chmod", "-R", "go-w", str(run.path)),
+    )
+    others = found.distrust is Distrust.OTHER_OWNER
+    return refuse(NOT_YOUR_RUN if others else found.distrust.value, message)

@@ -190,7 +190,10 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         raise reject("not-a-run", "run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
-        return next((known for known in runs if not _is_another_users(known)), runs[0])
+        mine = (
+            known for known in runs if distrust_of_folder(known.path) is not Distrust.OTHER_OWNER
+        )
+        return next(mine, runs[0])
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
         paths = ", ".join(str(known.path) for known in named)
@@ -210,10 +213,6 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
     remedy = f"{meant}`so-tui runs` lists them all."
     raise reject("unknown-run", "run", run, "there is no such run", remedy)
-
-
-def _is_another_users(run: RunDirectory) -> bool:
-    return distrust_of_folder(run.path) is Distrust.OTHER_OWNER
 
 
 def _record_folder(folder: Path) -> None:

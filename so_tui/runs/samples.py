@@ -89,11 +89,6 @@ MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
 
-def _single(sample: Sample) -> Rollup:
-    """Return a single sample as a roll-up."""
-    return Rollup(samples=1, mean=sample)
-
-
 def roll_up(parts: Sequence[Rollup]) -> Rollup:
     """Combine consecutive roll-ups (at least one) into one, with the nodes and GPUs of the newest.
 
@@ -198,7 +193,7 @@ class SampleWriter:
     def append(self, sample: Sample) -> None:
         """Write one sample and the roll-ups that it completes. Raises OSError (disk full)."""
         self._raw.append(encode_line(sample))
-        self._fold(_single(sample), 0)
+        self._fold(Rollup(samples=1, mean=sample), 0)
 
     def close(self) -> None:
         """Write the unfinished roll-ups and close the files. Raises OSError."""
@@ -214,8 +209,8 @@ class SampleWriter:
         """
         if level == len(self._rollups):
             return
-        parts, resolution = self._open[level], RESOLUTIONS[level + 1]
-        if parts and _bucket(parts[0], resolution) != _bucket(part, resolution):
+        parts, interval_s = [*self._open[level][:1], part], RESOLUTIONS[level + 1].interval_s
+        if len({each.mean.time // interval_s for each in parts}) > 1:
             self._complete(level)
         self._open[level].append(part)
 
@@ -354,12 +349,8 @@ class SampleReader:
         return self._starts.get(path, math.inf)
 
 
-def _bucket(part: Rollup, resolution: _Resolution) -> int:
-    return int(part.mean.time // resolution.interval_s)
-
-
 def _as_rollup(resolution: _Resolution, line: bytes) -> Rollup | None:
     if resolution.interval_s:
         return decode_rollup(line)
     sample = decode_sample(line)
-    return None if sample is None else _single(sample)
+    return None if sample is None else Rollup(samples=1, mean=sample)

@@ -56,10 +56,6 @@ class TooDeepError(msgspec.DecodeError):
         super().__init__(f"it is nested more than {DEEPEST} levels deep")
 
 
-class NotTextError(msgspec.DecodeError):
-    """A document that is not UTF-8 text."""
-
-
 def decode_json(content: bytes, kind: type[T]) -> T:
     """Return a value of a type from JSON. Raises msgspec.DecodeError, whatever is wrong with the
     content.
@@ -100,7 +96,7 @@ def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
     except RecursionError:
         raise TooDeepError from None
     except UnicodeDecodeError as error:
-        raise NotTextError(f"it is not UTF-8 text (byte {error.start})") from None
+        raise msgspec.DecodeError(f"it is not UTF-8 text (byte {error.start})") from None
 
 
 def decode_toml(content: bytes) -> Tree:
