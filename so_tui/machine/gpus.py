@@ -149,7 +149,9 @@ class _Asker:
             if bus_id is None:
                 self.errors.append(f"GPU {index} does not respond and is left out.")
             else:
-                yield index, handle, _normal_bus_id(bus_id)
+                # sysfs writes 0009:01:00.0 for 00000009:01:00.0, in lower case.
+                domain, rest = bus_id.split(":", 1)
+                yield index, handle, f"{int(domain, 16):04x}:{rest.lower()}"
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
@@ -294,8 +296,8 @@ def _numbered(gpus: Iterable[Gpu]) -> list[Gpu]:
 
 
 def read_gpus(files: SystemFiles, host: Machine) -> tuple[Machine, str | None]:
-    """Return a host with its GPUs, those that NVML lists if it starts, and with what to report about
-    the others and about NVML. Also return the driver's version, as NVML names it.
+    """Return a host with its GPUs, those that NVML lists if it starts, and with what there is to
+    say of the others and of NVML. Also return the driver's version, as NVML names it.
     """
     nodes = host.numa_nodes
     listed, driver, errors = _query_nvml() if files.live else (None, None, ())
@@ -367,12 +369,6 @@ def _with_amds(gpus: list[Gpu], files: SystemFiles, nodes: Nodes) -> list[Gpu]:
     gpus = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
     gpus.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
     return _numbered(replace(gpu, **amd.get(gpu.pci_bus_id, {})) for gpu in gpus)
-
-
-def _normal_bus_id(bus_id: str) -> str:
-    """Return a bus id of NVML as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
-    domain, rest = bus_id.split(":", 1)
-    return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
 def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
