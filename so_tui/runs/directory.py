@@ -53,28 +53,28 @@ _OUTPUT = "output."
 _LOG = ".log"
 
 
+@dataclass(frozen=True)
 class _Entry:
     """A file or folder with a fixed name in a run directory."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Path:
-        return run.at / self._name
+        return run.at / self.name
 
 
+@dataclass(frozen=True)
 class _OfAttempt:
     """A file in the folder of an attempt. Its name may have a number, or the number of a node
     after the first.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Callable[..., Path]:
         def path(attempt: int, number: int = 0) -> Path:
             of_node = f".node{number}" if number else ""
-            return run.attempt_dir(attempt) / self._name.format(number=number, of_node=of_node)
+            return run.attempt_dir(attempt) / self.name.format(number=number, of_node=of_node)
 
         return path
 
@@ -171,8 +171,6 @@ def new_attempt(run: RunDirectory) -> int:
     """
     attempt = max(run.attempts(), default=0) + 1
     shared = is_shared(run.at)
-    with contextlib.suppress(FileExistsError):
-        make_run_folder(run.attempts_dir, shared=shared)
     while True:
         try:
             make_run_folder(run.attempt_dir(attempt), shared=shared)

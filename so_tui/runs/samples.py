@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -285,8 +286,7 @@ class SampleReader:
             rows: Approximate number of roll-ups wanted.
         """
         wanted_s = (last - first) / max(1, rows)
-        intervals_s = [resolution.interval_s for resolution in RESOLUTIONS]
-        level = max(0, bisect_right(intervals_s, wanted_s) - 1)
+        level = max(0, bisect_right(RESOLUTIONS, wanted_s, key=attrgetter("interval_s")) - 1)
         parts: list[tuple[_Resolution, float]] = []
         until = last
         for resolution in RESOLUTIONS[level:]:
