@@ -160,11 +160,12 @@ def _read(path: Path) -> bytes | None:
         message, remedy = f"cannot be read: {error.strerror}", "Check its rights."
         raise InputError([_problem("settings-unreadable", message, remedy)]) from None
     if len(content) > LARGEST_BYTES:
-        message, remedy = (
+        problem = _problem(
+            "settings-unreadable",
             f"has more than {LARGEST_BYTES} bytes",
             "Remove what does not belong there; `so-tui settings` lists the keys.",
         )
-        raise InputError([_problem("settings-unreadable", message, remedy)])
+        raise InputError([problem])
     return content
 
 

@@ -186,8 +186,13 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
             )
             message = f"its folder cannot be read: {error.strerror}"
             raise reject("run-not-readable", "run", run, message, remedy) from error
-        remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
-        raise reject("not-a-run", "run", run, "there is no run", remedy)
+        raise reject(
+            "not-a-run",
+            "run",
+            run,
+            "there is no run",
+            "Give the folder that contains its spec.json, or a name from `so-tui runs`.",
+        )
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
         mine = (
@@ -203,8 +208,13 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     if named:
         return named[0]
     if not runs:
-        remedy = "Start one with `so-tui run PRESET`, or give their folder with --runs-dir."
-        raise reject("no-runs", "run", run, "there are no runs yet", remedy)
+        raise reject(
+            "no-runs",
+            "run",
+            run,
+            "there are no runs yet",
+            "Start one with `so-tui run PRESET`, or give their folder with --runs-dir.",
+        )
     import difflib  # only for the message
 
     names = [known.name for known in runs]
