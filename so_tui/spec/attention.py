@@ -123,7 +123,7 @@ class Present(Struct, frozen=True, kw_only=True):
 class Chosen(Struct, frozen=True):
     backend: AttentionBackend
     passed_over: tuple[tuple[AttentionBackend, Obstacle], ...] = ()
-    """Faster backends that are not used, each with the reason."""
+    """Faster backends, each with the reason why it is not used."""
 
 
 def generation_of(gpu_name: str) -> int:
