@@ -20,7 +20,7 @@ _WORDS = "the-owners-private-words"
 
 
 def _private_tokenizer(stage: Stage) -> Path:
-    """Make a tokenizer of the owner's that nobody else can read, with a private word in it."""
+    """Make a private tokenizer for the owner, with a private word in it."""
     tree = json.loads((stage.ground.tokenizer / "tokenizer.json").read_text())
     last = max(token["id"] for token in tree["added_tokens"])
     tree["added_tokens"].append(tree["added_tokens"][-1] | {"id": last + 1000, "content": _WORDS})

@@ -83,7 +83,7 @@ def _(stage: Stage) -> Verdict:
     return _looked(stage, "exchanged", "data", str(_own_preset(stage, str(model))))
 
 
-@attack("n1c", "code that an allowed model imports from a folder beside or below it")
+@attack("n1c", "code that an allowed model imports from a folder next to it or below it")
 def _(stage: Stage) -> Verdict:
     model = stage.model(stage.scratch / "own", stage.other, "honest")
     (model / "deep").mkdir()
@@ -127,12 +127,12 @@ def _planted(stage: Stage, *command: str) -> Verdict:
     return _looked(stage, "planted", *command, HF_HOME=str(home))
 
 
-@attack("n2a", "modules planted in a shared HF_HOME: data of one's own")
+@attack("n2a", "modules planted in a shared HF_HOME: the user's own data")
 def _(stage: Stage) -> Verdict:
     return _planted(stage, "data", "tiny")
 
 
-@attack("n2b", "modules planted in a shared HF_HOME: generate with a model of one's own")
+@attack("n2b", "modules planted in a shared HF_HOME: generate with the user's own model")
 def _(stage: Stage) -> Verdict:
     model = stage.exported(stage.owner.home / "model", stage.owner)
     return _planted(stage, "generate", str(model), "--prompt", "hello")
@@ -203,7 +203,7 @@ def _(stage: Stage) -> Verdict:
     return judged("attacker" in said, "the tokenizer of the folder was used", said[-200:])
 
 
-@attack("n3d", "a folder in the shared current folder that is called like a run of one's own")
+@attack("n3d", "a folder in the shared current folder with the name of one of the user's runs")
 def _(stage: Stage) -> Verdict:
     runs = stage.owner.home / "runs"
     stage.run_of(stage.owner, runs / "mine")
@@ -227,7 +227,7 @@ def _(stage: Stage) -> Verdict:
     (theirs / "state.json").write_text(json.dumps(tree))
     stage.published(theirs, stage.other)
     os.utime(theirs, (4e9, 4e9))
-    # What nobody else has made may stand in the way of what acts on one's own.
+    # Another user's run must not stand in the way of a command about the user's own.
     _, said = _from(stage, Path("/"), "note", "--text", "hello", "--runs-dir", str(runs))
     noted = (runs / "mine" / "notes.json").exists()
     return judged(not noted, f"`note` without a name: {said[-200:]}", "it took the owner's run")

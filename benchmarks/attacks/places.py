@@ -85,7 +85,7 @@ def _(stage: Stage) -> Verdict:
     ).stdout.strip()
     if not list(runs.rglob("spec.json")):
         raise RuntimeError("there is no run")
-    return judged(found != "[]", f"others read {found[:200]}", "nobody else reads or writes it")
+    return judged(found != "[]", f"others read {found[:200]}", "no other user reads or writes it")
 
 
 @attack("n13d", "the same with SO_TUI_SHARE=group: who is on the list writes")
@@ -101,7 +101,7 @@ def _(stage: Stage) -> Verdict:
         "import os,sys; print([p for p in sys.argv[1:] if os.access(p, os.W_OK)])",
         *map(str, runs.rglob("*")),
     ).stdout.strip()
-    return judged(found != "[]", f"others write {found[:200]}", "nobody else writes it")
+    return judged(found != "[]", f"others write {found[:200]}", "no other user writes it")
 
 
 _HOLD = """
@@ -441,7 +441,7 @@ def _(stage: Stage) -> Verdict:
     return judged(bad, f"{victim.process.returncode}: {said[-200:]}", said[-200:])
 
 
-@attack("n19b", "weight files that end early, or say so: generate")
+@attack("n19b", "weight files that end early, or whose header says so: generate")
 def _(stage: Stage) -> Verdict:
     bad = []
     for number in range(5):

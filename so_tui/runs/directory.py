@@ -434,7 +434,8 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
             found = NotOwnError(Path(error.filename or run.path), why)
         if found is not None:
             raise _refused(run, found)
-        yield run
+        with _errors_name(run):
+            yield run
 
 
 def exchanged(run: RunDirectory, known: str) -> bool:
@@ -488,7 +489,19 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
         for path, distrust in ((run.path, opened.folder.distrust), *parts):
             if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
                 raise _refused(run, NotOwnError(path, distrust))
-        yield opened
+        with _errors_name(opened):
+            yield opened
+
+
+@contextlib.contextmanager
+def _errors_name(run: RunDirectory) -> Iterator[None]:
+    """Let errors of files in an open run name them as people know them."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(run.at), str(run.path), 1)
+        raise
 
 
 def _foreign(run: RunDirectory, folder: Folder) -> Iterator[NotOwnError]:
@@ -519,9 +532,6 @@ def _decides_nothing(part: NotOwnError) -> bool:
 
 
 _REASONS = {
-    Distrust.OTHER_OWNER: (
-        "{name} is not your run: {path} belongs to another user. You can watch it and read its logs"
-    ),
     Distrust.OTHERS_CAN_WRITE: (
         "other users can write {path}, and with it decide what {name} does in your name. Check "
         "what is in it, then take away the right: `{close}`"
@@ -535,10 +545,13 @@ _REASONS = {
 
 
 def _refused(run: RunDirectory, found: NotOwnError) -> Refused:
-    message = _REASONS[found.distrust].format(
-        name=printable_line(run.name),
-        path=printable_line(str(found.path)),
-        close=quoted("chmod", "-R", "go-w", str(run.path)),
-    )
-    others = found.distrust is Distrust.OTHER_OWNER
-    return refuse(NOT_YOUR_RUN if others else found.distrust.value, message)
+    name, path = printable_line(run.name), printable_line(str(found.path))
+    if found.distrust is Distrust.OTHER_OWNER:
+        return refuse(
+            NOT_YOUR_RUN,
+            f"{name} is not your run: {path} belongs to another user. You can watch it and "
+            "read its logs",
+        )
+    close = quoted("chmod", "-R", "go-w", str(run.path))
+    message = _REASONS[found.distrust].format(name=name, path=path, close=close)
+    return refuse(found.distrust.value, message)

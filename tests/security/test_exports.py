@@ -1,4 +1,4 @@
-"""Exports take no private files through links of other users, and are private themselves."""
+"""Exports do not follow other users' links to private files, and are private themselves."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
 
 
 def test_a_newer_run_of_others_is_not_latest(machine: SharedMachine) -> None:
-    """Whoever can make a folder beside a run would otherwise choose what a command without a name
-    looks at.
+    """Otherwise a user who can make a folder next to a run would choose the run that a command
+    without a name takes.
     """
     make = "import sys; from pathlib import Path; from tests.support.launching import tiny; "
     make += "from so_tui.runs import create_run; print(create_run(tiny(), Path(sys.argv[1])).path)"

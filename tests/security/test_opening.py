@@ -28,8 +28,10 @@ LIBRARY = "a library's own reader, which takes a path"
 ASKED = "a file that the user named on the command line, and that must be new"
 WIDGET = "opens a part of the screen"
 ALLOWED = {
-    "so_tui/cli.py:_discard_output": DEVICE,
+    "so_tui/cli.py:_discard": DEVICE,
+    "so_tui/cli.py:main": DEVICE,
     "so_tui/folders.py:known_runs_dirs": "the user's own list of folders",
+    "so_tui/launch/helper_limits.py:taken_bytes": DEVICE,
     "so_tui/launch/launch.py:Executor.start": OWN,
     "so_tui/launch/slurm/script.py:edited": EMPTY,
     "so_tui/launch/supervisor/host.py:Host.start": OWN,

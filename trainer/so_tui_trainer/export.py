@@ -342,7 +342,7 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iterator[Path]:
-    """Yield a marked folder to write into, by a path of this process that nobody else can turn. It
+    """Yield a marked folder to write into, by a path that only this process has. It
     replaces ``folder`` at the end, and is removed after an error. Nobody else can open it; the
     group can if it is shared, or with ``SO_TUI_SHARE``.
     """

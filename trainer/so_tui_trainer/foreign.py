@@ -62,7 +62,7 @@ def is_own(path: Path) -> bool:
 
 
 def modules_folder() -> Path:
-    """Return the folder for the code of models that nobody else can write or exchange."""
+    """Return the folder for the code of models, which no other user can write or exchange."""
     return Path(code_folders(os.environ).get(_MODULES) or os.environ[_MODULES])
 
 
@@ -72,7 +72,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     Args:
         source: The folder or the hub id.
-        revision: Of the repository.
+        revision: The repository's revision.
         field: What names the source.
 
     Returns:
@@ -80,7 +80,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     Raises:
         InputError: They are too many or too large (``code-too-large``), or others can write the
-            folder and one is a link that leads out of it, or a file of somebody else
+            folder and one is a link that leads out of it, or another user's file
             (``file-not-of-folder``).
         OSError: They cannot be downloaded or copied.
     """
@@ -199,11 +199,11 @@ def open_within(folder: Folder, name: str) -> int:
 
 
 def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
-    """Return what changes whenever somebody exchanges a file or folder of a source of data: its
+    """Return values that change whenever a file or folder of a source of data is exchanged: its
     own, those in it, and those above it that belong to others.
 
     Raises:
-        InputError: By a link there another user leads this one to files of somebody else
+        InputError: A link there is another user's and leads to a third user's files
             (``data-link-leads-out``).
         OSError: Something went meanwhile, or cannot be entered.
     """
@@ -222,7 +222,7 @@ def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
                 "data-link-leads-out",
                 "data.source",
                 str(source),
-                f"{path} is another user's link to somebody else's files",
+                f"{path} is another user's link to files of a third user",
                 "Copy what you want to train on into a folder of your own.",
             )
         if inside or is_theirs:

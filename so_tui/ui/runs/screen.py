@@ -253,7 +253,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.notify(f"{text} {value}", timeout=2)
         self.filtered()
 
-    def action_log_scale(self) -> None:
+    def action_scale(self, _: str) -> None:
         """Switch the losses' logarithmic scale on or off."""
         overlay = self.preview.overlay
         overlay.log_scale = not overlay.log_scale

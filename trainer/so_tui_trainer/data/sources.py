@@ -406,7 +406,7 @@ def _refuse_elsewhere(files: Iterable[str], root: str, source: DataSource) -> No
                 "data-file-elsewhere",
                 "data.source",
                 source.source,
-                f"says that it has the file {file}, which is not in it",
+                f"names the file {file}, which is outside it",
                 "Look at its README.md, or at the files that `save_to_disk` wrote. Name the file "
                 "itself if you want to train on it.",
             )
@@ -779,10 +779,8 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 
 
 def _open(source: DataSource) -> Opened:
-    from datasets.features.features import _visit
-
     rows, warnings = _load(source)
-    _visit(rows.info.features, _leave_encoded)
+    _leave_encoded(rows.info.features)
     if len(rows) == 0:
         raise _empty_source(source)
     return Opened(source, rows, layout_of(rows.column_names, source), warnings)
@@ -792,7 +790,12 @@ def _leave_encoded(feature: Any) -> None:
     """Keep pictures and sounds as they are in the rows, where they may name any file."""
     from datasets import Json
 
-    if hasattr(feature, "decode") and not isinstance(feature, Json):
+    if isinstance(feature, dict):
+        for part in feature.values():
+            _leave_encoded(part)
+    elif hasattr(feature, "feature"):  # a list
+        _leave_encoded(feature.feature)
+    elif hasattr(feature, "decode") and not isinstance(feature, Json):
         feature.decode = False
 
 
@@ -816,7 +819,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
                     "data.source",
                     source.source,
                     "has changed while it was read",
-                    "Try again when nobody writes there, or copy it into a folder of your own.",
+                    "Try again while no one writes there, or copy it into a folder of your own.",
                 )
             return read
         if _looks_like_path(name):
