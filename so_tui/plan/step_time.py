@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from so_tui.model.flops import attention_pairs, bucket_tokens, recomputed_logits
-from so_tui.model.profile import WEIGHT_BYTES, offloaded_bytes
+from so_tui.model.profile import WEIGHT_BYTES, StateLayout, offloaded_bytes
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import PlannedRates, StepTime
@@ -49,6 +49,21 @@ wait for.
 """
 WORKER_BYTES = 36
 """The same of its Adam worker: a copy of the fp32 gradient, then AdamW in fp32."""
+
+
+def exposed_adam_s(layout: StateLayout, adam_bytes_per_s: float, backward_s: float) -> float:
+    """Return how long a step without clipping waits for Adam, and then passes over gradients and
+    master weights.
+
+    Args:
+        layout: What to step: the worker can only begin with the largest sub-group when backward is
+            over.
+        adam_bytes_per_s: Host memory traffic of the worker, and of the passes.
+        backward_s: How long the worker has had sub-groups to step.
+    """
+    worker = WORKER_BYTES / adam_bytes_per_s
+    waits = max(layout.largest_on("cpu") * worker, layout.cpu_numel * worker - backward_s)
+    return waits + layout.cpu_numel * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
 
 
 BACKWARD_ATTENTION = 2.5
@@ -402,12 +417,8 @@ class StepModel:
         elif self._clipped:
             adam_s = numel * (UNSCALE_BYTES + use.deepspeed_clipped_adam_bytes) / rate
         else:
-            # The worker has had sub-groups to step since backward began, but it can only begin with
-            # the largest when backward is over. Then gradients and master weights are passed over.
             backward_s = self.one_pass.backward_s + self._deepspeed_copies_s
-            worker = WORKER_BYTES / rate
-            waits = max(layout.largest_on("cpu") * worker, numel * worker - backward_s)
-            adam_s = waits + numel * (UNSCALE_BYTES + SELF_COPY_BYTES) / rate
+            adam_s = exposed_adam_s(layout, rate, backward_s)
         # Master weights are cast on the host and copied from pageable memory.
         if (cast_rate := self.speed.cast_h2d_bytes_per_s) is not None:
             return on_gpu + adam_s + 2 * numel / cast_rate
