@@ -15,9 +15,7 @@ from so_tui.trust.decoding import prepare
 AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
 ALERTS: tuple[AlertName, ...] = get_args(AlertName)
 Key = Annotated[str, Meta(min_length=1, max_length=80)]
-Argument = Annotated[str, Meta(max_length=4096, pattern=r"^[^\0]*\Z")]
 Rows = Annotated[int, Meta(ge=4, le=500)]
-NodeRows = Annotated[int, Meta(ge=0, le=100)]
 Columns = Annotated[int, Meta(ge=30, le=500)]
 
 
@@ -67,7 +65,10 @@ class PanelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     charts: Annotated[Rows | None, Meta(description="rows of the dashboard's charts")] = None
-    nodes: Annotated[NodeRows | None, Meta(description="rows of each NUMA node's history")] = None
+    nodes: Annotated[
+        Annotated[int, Meta(ge=0, le=100)] | None,
+        Meta(description="rows of each NUMA node's history"),
+    ] = None
     side: Annotated[
         Columns | None, Meta(description="columns of the panels at the right of the dashboard")
     ] = None
@@ -134,7 +135,7 @@ class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = 10.0
     command: Annotated[
-        tuple[Argument, ...],
+        tuple[Annotated[str, Meta(max_length=4096, pattern=r"^[^\0]*\Z")], ...],
         Meta(
             max_length=64,
             description="command that the supervisor runs for each alert, as a list of arguments",

@@ -17,7 +17,6 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,6 @@ class Loaded(Struct, frozen=True):
 def setting_index() -> dict[str, FieldInfo]:
     """Return every setting by its dotted key, in the order of the schema."""
     return {info.path: info for info in fields_of(Settings)}
-
-
-def value_of(settings: Settings, key: str) -> Any:
-    """Return the value of a dotted key."""
-    return attrgetter(key)(settings)
 
 
 def load_settings() -> Loaded:
@@ -166,11 +160,12 @@ def _read(path: Path) -> bytes | None:
         message, remedy = f"cannot be read: {error.strerror}", "Check its rights."
         raise InputError([_problem("settings-unreadable", message, remedy)]) from None
     if len(content) > LARGEST_BYTES:
-        message, remedy = (
+        problem = _problem(
+            "settings-unreadable",
             f"has more than {LARGEST_BYTES} bytes",
             "Remove what does not belong there; `so-tui settings` lists the keys.",
         )
-        raise InputError([_problem("settings-unreadable", message, remedy)])
+        raise InputError([problem])
     return content
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from msgspec import Struct
-
 from so_tui.trust.text import printable_line
 from so_tui.units import significant, thousands
 
@@ -25,16 +23,11 @@ _STYLE = (
 )
 
 
-class Curve(Struct, frozen=True):
-    """One line: a label, and its points (x, y). Where y is not finite it has a gap."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-
-
-def curves(title: str, drawn: Sequence[Curve]) -> str:
-    """Return curves over steps, under a legend that names all of them."""
-    finite = [point for curve in drawn for point in curve.points if math.isfinite(point[1])]
+def curves(title: str, drawn: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
+    """Return curves over steps, under a legend that names all of them: of each its label and its
+    points (x, y). Where y is not finite, a curve has a gap.
+    """
+    finite = [point for _, points in drawn for point in points if math.isfinite(point[1])]
     left, right = _span([x for x, _ in finite])
     low, high = _span([y for _, y in finite])
     top = _TOP + 16 * ((len(drawn) + 1) // 2)
@@ -54,30 +47,30 @@ def curves(title: str, drawn: Sequence[Curve]) -> str:
             _text(_LEFT - 8, down(y) + 4, significant(y), "end"),
             _text(across(x), bottom + 18, thousands(round(x)), "middle"),
         ]
-    for index, curve in enumerate(drawn):
-        stroke = _stroke(index)
-        for whole, part in groupby(curve.points, key=lambda point: math.isfinite(point[1])):
+    for index, (label, points) in enumerate(drawn):
+        dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
+        stroke = f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (
+            f' stroke-dasharray="{dash}"' if dash else ""
+        )
+        for whole, part in groupby(points, key=lambda point: math.isfinite(point[1])):
             if whole:
-                points = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in part)
-                parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
+                line = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in part)
+                parts.append(f'<polyline points="{line}" fill="none" {stroke}/>')
         x_label, y_label = 20 + 440 * (index % 2), _TOP + 16 * (index // 2)
         parts.append(
             f'<path d="M{x_label} {y_label - 4}h22" {stroke}/>'
-            + _text(x_label + 28, y_label, curve.label)
+            + _text(x_label + 28, y_label, label)
         )
-    return _svg(title, bottom + 30, parts)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 30}" '
+        f'role="img"><title>{_safe(title)}</title>{_STYLE}'
+    )
+    return "\n".join([head, _text(10, 14, title), *parts, "</svg>", ""])
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def _stroke(index: int) -> str:
-    dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
-    return f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (
-        f' stroke-dasharray="{dash}"' if dash else ""
-    )
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -89,11 +82,3 @@ def _safe(text: str) -> str:
     figures.
     """
     return escape(printable_line(text)[:_LONGEST_LABEL])
-
-
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-        f'role="img"><title>{_safe(title)}</title>{_STYLE}'
-    )
-    return "\n".join([head, _text(10, 14, title), *parts, "</svg>", ""])

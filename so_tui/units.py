@@ -126,12 +126,13 @@ def disk_size(size_bytes: int) -> str:
 
 def rate(per_s: float) -> str:
     """Return a number of tokens per second without its unit: ``31.2k``, ``940``."""
-    if per_s >= 1e6:
-        return f"{per_s / 1e6:.1f}M"
-    if per_s >= 10_000:
-        return f"{per_s / 1e3:.1f}k"
-    if per_s >= 1_000:
-        return f"{per_s / 1e3:.2f}k"
+    for least, unit, suffix, decimals in (
+        (1e6, 1e6, "M", 1),
+        (1e4, 1e3, "k", 1),
+        (1e3, 1e3, "k", 2),
+    ):
+        if per_s >= least:
+            return f"{per_s / unit:.{decimals}f}{suffix}"
     return significant(per_s)
 
 

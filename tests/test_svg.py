@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from so_tui.svg import Curve, curves
+from so_tui.svg import curves
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_value_that_is_not_finite_leaves_a_gap(bad: float) -> None:
-    text = curves("loss", [Curve("one", ((1, 3.0), (2, 2.0), (3, bad), (4, 2.5), (5, 1.0)))])
+    text = curves("loss", [("one", ((1, 3.0), (2, 2.0), (3, bad), (4, 2.5), (5, 1.0)))])
     drawn = [
         element
         for element in ElementTree.fromstring(text).iter()

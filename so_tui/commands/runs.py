@@ -24,11 +24,11 @@ from so_tui.runs.lock import ended_state, evidence
 from so_tui.runs.records import FINAL_STATES, RunState, State
 from so_tui.runs.results import (
     RESULTS,
-    ReadingTime,
     RunResults,
     differing,
     ordered,
     read_all,
+    reading_time,
     recent_results,
     result_of_order,
     result_text,
@@ -79,10 +79,10 @@ def compare(arguments: Namespace) -> int:
     specs = {run: read_spec(run) for run in found}
     settings = {run: values_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
-    reading = ReadingTime(each_s=_COMPARED_S)
+    reading = reading_time(_COMPARED_S)
     compared = ComparedRuns(
         tuple(
-            _compared(run, spec, {key: settings[run].get(key, "") for key in keys}, reading)
+            _compared(run, spec, {key: settings[run].get(key, "") for key in keys}, reading())
             for run, spec in specs.items()
         )
     )
@@ -95,7 +95,7 @@ def compare(arguments: Namespace) -> int:
 
 
 def _compared(
-    run: RunDirectory, spec: RunSpec, settings: dict[str, str], reading: ReadingTime
+    run: RunDirectory, spec: RunSpec, settings: dict[str, str], left_s: float
 ) -> ComparedRun:
     state = read_state(run)
     return ComparedRun(
@@ -104,7 +104,7 @@ def _compared(
         state=state.state,
         step=state.step,
         settings=settings,
-        results=results_of(read_all(run, reading.left_s), spec, state.total_steps),
+        results=results_of(read_all(run, left_s), spec, state.total_steps),
         notes=read_notes(run),
     )
 
@@ -229,17 +229,17 @@ def runs(arguments: Namespace) -> int:
     from so_tui.settings_file import load_settings
 
     rows = []
-    environs, reading = cache(own_environs), ReadingTime(each_s=_RUN_S)
+    environs, reading = cache(own_environs), reading_time(_RUN_S)
     found = list_runs(arguments.runs_dir)
     unread = len(found)
     for run in found:
-        if not reading.left_s:
+        if not reading():
             break
         unread -= 1
         ensure_supervised(run, environs)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
-            rows.append(_Row(run, state, _results(run, state, reading.left_s)))
+            rows.append(_Row(run, state, _results(run, state, reading())))
     sort = arguments.sort or load_settings().settings.runs.sort
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:

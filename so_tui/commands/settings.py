@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from so_tui.commands.common import plain_table, print_json, print_rich
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
-from so_tui.settings_file import change_settings, load_settings, setting_index, value_of
+from so_tui.settings_file import change_settings, load_settings, setting_index
 from so_tui.spec import parse_value
 from so_tui.spec.errors import InputError, Problem, nearest, reject, shown
 from so_tui.trust.text import printable_line
@@ -56,7 +57,7 @@ def settings(arguments: Namespace) -> int:
     if arguments.json:
         print_json(ShownSettings(str(settings_file()), loaded.settings, loaded.problems))
     elif key:
-        print(_text(value_of(loaded.settings, key)))
+        print(_text(attrgetter(key)(loaded.settings)))
     else:
         _print_all(loaded.settings)
     return InputError.exit_code if loaded.problems else 0
@@ -68,7 +69,7 @@ def _print_all(found: Settings) -> None:
     table = plain_table("setting", "value", "what it is")
     table.columns[0].no_wrap = True
     for key, info in setting_index().items():
-        value = value_of(found, key)
+        value = attrgetter(key)(found)
         words = f" ({', '.join(info.choices)})" if info.choices else ""
         table.add_row(
             key,

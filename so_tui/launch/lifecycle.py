@@ -49,7 +49,6 @@ from so_tui.runs.directory import (
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
     HeartbeatWatch,
-    Liveness,
     alive,
     concluded,
     sighting,
@@ -90,7 +89,7 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
         return _ended(run, attempt, job)
     # What the scheduler said may be older than the run's state.
     if recorded.state != "queued" and (
-        job.phase != "queued" or sighting(run, recorded, watch).liveness is Liveness.ALIVE
+        job.phase != "queued" or sighting(run, recorded, watch).alive is True
     ):
         # The heartbeat of a suspended job stands still.
         return recorded if job.phase == "running" else state_with_truth(run, watch, recorded)
@@ -399,7 +398,7 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
             ) from error
     with run_lock(run) as lock:
         recorded = read_state(run)
-        alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
+        alive = recorded.state != "queued" and sighting(run, recorded).alive is True
         if (
             lock is None or recorded.state in FINAL_STATES or alive
         ):  # it has started a moment ago, and the scheduler ends it

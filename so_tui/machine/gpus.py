@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.folders import Environment
 from so_tui.machine.host import cpus_or_empty, distance
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, Nodes, NumaNode, Vendor
+from so_tui.machine.types import Gpu, Machine, Nodes, NumaNode, Vendor
 from so_tui.trust.decoding import Tree
 
 # Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs.
@@ -111,15 +111,6 @@ T = TypeVar("T")
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 
 
-class _NvmlAnswer(Struct, frozen=True, kw_only=True):
-    answered: bool = False
-    """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
-    gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-    errors: tuple[str, ...] = ()
-    """Errors of calls that should have succeeded, each a sentence."""
-
-
 class GpuHealth(Struct, frozen=True, kw_only=True):
     """State of a GPU that changes over time; None where the driver does not report it."""
 
@@ -158,7 +149,9 @@ class _Asker:
             if bus_id is None:
                 self.errors.append(f"GPU {index} does not respond and is left out.")
             else:
-                yield index, handle, _normal_bus_id(bus_id)
+                # sysfs writes 0009:01:00.0 for 00000009:01:00.0, in lower case.
+                domain, rest = bus_id.split(":", 1)
+                yield index, handle, f"{int(domain, 16):04x}:{rest.lower()}"
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
@@ -188,23 +181,21 @@ def _started() -> Iterator[_Asker]:
             pynvml.nvmlShutdown()
 
 
-def _query_nvml() -> _NvmlAnswer:
-    """Return every GPU that the driver shows to this process; empty and without errors if there is
-    no driver.
+def _query_nvml() -> tuple[list[Gpu] | None, str | None, tuple[str, ...]]:
+    """Return every GPU that the driver shows to this process, none in a job without GPUs; None if
+    NVML does not start. Also return the driver's version, and errors of calls that should have
+    succeeded, each a sentence: none if there is no driver.
     """
     import pynvml
 
     try:
         with _started() as asker:
-            gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
+            gpus = [_nvml_gpu(asker, *device) for device in asker.devices()]
             driver = asker.ask("nvmlSystemGetDriverVersion", read=str)
-            errors = tuple(dict.fromkeys(asker.errors))
-            return _NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=errors)
+            return gpus, driver, tuple(dict.fromkeys(asker.errors))
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        return _NvmlAnswer(
-            errors=() if error.value in absent else (f"NVML does not start: {error}.",)
-        )
+        return None, None, () if error.value in absent else (f"NVML does not start: {error}.",)
 
 
 def query_health() -> tuple[GpuHealth, ...]:
@@ -295,16 +286,6 @@ ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VIS
 """Variables that hide AMD's GPUs; of NVIDIA's only the last does."""
 
 
-class _FoundGpus(NamedTuple):
-    """The GPUs that a run may use, and what to report about the others and about NVML."""
-
-    gpus: tuple[Gpu, ...]
-    hidden: tuple[int, ...]
-    """Indices of GPUs that the environment hides."""
-    notes: tuple[str, ...]
-    nvml: _NvmlAnswer
-
-
 def pci_gpus(files: SystemFiles) -> list[Gpu]:
     """Return all GPUs on the PCI bus, with or without a driver, in bus order."""
     return _numbered(filter(None, (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))))
@@ -314,24 +295,20 @@ def _numbered(gpus: Iterable[Gpu]) -> list[Gpu]:
     return [replace(gpu, index=index) for index, gpu in enumerate(gpus)]
 
 
-def read_gpus(files: SystemFiles, nodes: Nodes, *, coherent: bool) -> _FoundGpus:
-    """Return the GPUs of a machine with their NUMA nodes: those that NVML lists, if it starts.
-
-    Args:
-        files: System files of the machine.
-        nodes: NUMA nodes of the machine.
-        coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may
-            be GPU memory.
+def read_gpus(files: SystemFiles, host: Machine) -> tuple[Machine, str | None]:
+    """Return a host with its GPUs, those that NVML lists if it starts, and with what there is to
+    say of the others and of NVML. Also return the driver's version, as NVML names it.
     """
-    nvml = _query_nvml() if files.live else _NvmlAnswer()
+    nodes = host.numa_nodes
+    listed, driver, errors = _query_nvml() if files.live else (None, None, ())
     on_bus = pci_gpus(files)
-    notes = list(nvml.errors)
-    if nvml.answered:
+    notes = list(errors)
+    if listed is not None:
         at = {gpu.pci_bus_id: gpu for gpu in on_bus}
-        places = [at.get(gpu.pci_bus_id, gpu) for gpu in nvml.gpus]
+        places = [at.get(gpu.pci_bus_id, gpu) for gpu in listed]
         gpus = [
             replace(gpu, numa_node=place.numa_node, cpus=place.cpus)
-            for gpu, place in zip(nvml.gpus, places, strict=True)
+            for gpu, place in zip(listed, places, strict=True)
         ]
     else:
         drivers = {"nvidia": "/proc/driver/nvidia/version", "amd": "/dev/kfd"}
@@ -342,9 +319,11 @@ def read_gpus(files: SystemFiles, nodes: Nodes, *, coherent: bool) -> _FoundGpus
             notes.append(f"{left_out} GPU(s) on the PCI bus have no driver and are left out.")
     if any(gpu.vendor == "amd" for gpu in gpus):
         gpus = _with_amds(gpus, files, nodes)
+    # On Grace, GPU memory can be a NUMA node, so that nodes without CPUs may be that.
+    coherent = host.architecture in ("aarch64", "unknown")
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     # With more memory nodes than GPUs, MIG has partitioned some GPUs, and no size is assumed.
-    if not nvml.answered and sum(node.kind == "gpu-memory" for node in nodes) <= len(gpus):
+    if listed is None and sum(node.kind == "gpu-memory" for node in nodes) <= len(gpus):
         sizes = {
             gpu.index: size
             for gpu in gpus
@@ -366,7 +345,14 @@ def read_gpus(files: SystemFiles, nodes: Nodes, *, coherent: bool) -> _FoundGpus
         if hidden := [gpu.index for gpu in gpus if gpu not in visible]:
             notes.append(f"{variable} hides GPU {_indices(hidden)}.")
         gpus = visible
-    return _FoundGpus(tuple(gpus), tuple(hidden), tuple(notes), nvml)
+    found = replace(
+        host,
+        gpus=tuple(gpus),
+        hidden_gpus=tuple(hidden),
+        notes=(*host.notes, *notes),
+        nvml_errors=errors,
+    )
+    return found, driver
 
 
 def _indices(indices: Iterable[int]) -> str:
@@ -383,12 +369,6 @@ def _with_amds(gpus: list[Gpu], files: SystemFiles, nodes: Nodes) -> list[Gpu]:
     gpus = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
     gpus.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
     return _numbered(replace(gpu, **amd.get(gpu.pci_bus_id, {})) for gpu in gpus)
-
-
-def _normal_bus_id(bus_id: str) -> str:
-    """Return a bus id of NVML as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
-    domain, rest = bus_id.split(":", 1)
-    return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
 def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:

@@ -28,16 +28,9 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         InputError: With code ``no-cpus`` if ``sysroot`` contains neither NUMA nodes nor CPUs.
     """
     files = SystemFiles(sysroot)
-    host = read_host(files, hostname)
-    nodes, coherent = host.numa_nodes, host.architecture in ("aarch64", "unknown")
-    found = read_gpus(files, nodes, coherent=coherent)
+    found, driver = read_gpus(files, read_host(files, hostname))
     return replace(
-        host,
-        software=read_software(files, nodes, host.allowed_cpus, found.nvml.driver),
-        gpus=found.gpus,
-        notes=(*host.notes, *found.notes),
-        hidden_gpus=found.hidden,
-        nvml_errors=found.nvml.errors,
+        found, software=read_software(files, found.numa_nodes, found.allowed_cpus, driver)
     )
 
 

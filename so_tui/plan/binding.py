@@ -41,13 +41,9 @@ def _numactl_prefix(
     The ascending core list is cut into equal slices; the remainder is not used. The slice's memory
     is the first node that holds all of it, if there is one: bound to that node; or, where there are
     as many nodes without CPUs as with, taken for a CPU with flat high-bandwidth memory,
-    *preferring* the memory of the node without CPUs.
-
-    Raises ValueError when there are fewer cores than ranks (DeepSpeed raises AssertionError).
+    *preferring* the memory of the node without CPUs. There are at least as many cores as ranks.
     """
     share = len(core_list) // ranks
-    if share < 1:
-        raise ValueError(f"{len(core_list)} cores for {ranks} ranks")
     cores = tuple(core_list[share * rank : share * (rank + 1)])
     return cores, ("numactl", *_memory_option(nodes, set(cores)), "-C", cpu_ranges(cores))
 

@@ -166,11 +166,21 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
 def _worker_terms(placement: Placement) -> Terms:
     memory, layout = constants().memory, placement.layout
     if placement.spec.offload.own_engine:
-        text = "a second process, without torch"
-        yield term("adam-worker", "node", memory.own_worker_bytes, "calibrated", text)
+        yield term(
+            "adam-worker",
+            "node",
+            memory.own_worker_bytes,
+            "calibrated",
+            "a second process, without torch",
+        )
     elif placement.spec.offload.mode == "superoffload":
-        text = "a second process with torch"
-        yield term("adam-worker", "node", memory.deepspeed_worker_bytes, "calibrated", text)
+        yield term(
+            "adam-worker",
+            "node",
+            memory.deepspeed_worker_bytes,
+            "calibrated",
+            "a second process with torch",
+        )
         largest = layout.largest_sub_group
         yield sized("worker-gradient-copy", "node", "exact", 4, largest, ", pinned")
         if placement.pinned_rounded:

@@ -118,17 +118,6 @@ class OptionalMemory(Struct, frozen=True, kw_only=True):
 NOTHING_OPTIONAL = OptionalMemory()
 
 
-class GivenMemory(Struct, frozen=True, kw_only=True):
-    """What a plan had to give, for advice after memory ran out."""
-
-    optional: OptionalMemory = NOTHING_OPTIONAL
-    one_memory: bool = False
-    """Whether CPU and GPU have the same memory (APUs)."""
-
-
-NOTHING_KNOWN = GivenMemory()
-
-
 class Plan(Struct, frozen=True, kw_only=True):
     """A RunSpec on a Machine."""
 
@@ -194,10 +183,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     binding: Binding
     spec: RunSpec
     """The spec as it will run: mode resolved, the host's indices filled in."""
-
-    @property
-    def given_memory(self) -> GivenMemory:
-        return GivenMemory(optional=self.optional, one_memory=self.one_memory)
 
     @property
     def on_gpus(self) -> bool:

@@ -294,19 +294,14 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     if found.spec.model.tiles_mlp:
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
     if offloaded_bytes(found.target.profile.architecture, found.spec.model):
-        inputs = InputsOnHost(
+        passes = found.spec.gradient_accumulation_steps
+        yield InputsOnHost(
             bytes=found.bytes_of("offloaded-inputs"),
             results_bytes=found.bytes_of("offloaded-results"),
+            out_s=model.kept_copies_s(model.speed.d2h_bytes_per_s) if model else None,
+            back_s=model.kept_copies_s(model.speed.h2d_bytes_per_s) if model else None,
+            exposed_s=passes * model.one_pass.exposed_copies_s if model else 0.0,
         )
-        if model:
-            passes = found.spec.gradient_accumulation_steps
-            inputs = replace(
-                inputs,
-                out_s=model.kept_copies_s(model.speed.d2h_bytes_per_s),
-                back_s=model.kept_copies_s(model.speed.h2d_bytes_per_s),
-                exposed_s=passes * model.one_pass.exposed_copies_s,
-            )
-        yield inputs
     if moved := placement.host_weights:
         once = model.one_pass if model else None
         yield WeightsOnHost(
@@ -316,13 +311,9 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         )
     yield from across_hosts(found)
     attention = attention_of(found.spec, found.target.profile, resources)
-    if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in (
-        "not-installed",
-        "other-gpu",
-    ):
-        yield AttentionFallsBack(
-            backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle
-        )
+    for fastest, obstacle in attention.passed_over[:1]:
+        if obstacle not in ("not-installed", "other-gpu"):
+            yield AttentionFallsBack(backend=attention.backend, fastest=fastest, obstacle=obstacle)
     if target := spec.train.tokens_per_step:
         once_tokens = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps

@@ -336,10 +336,10 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     """
     target, step = found.target, found.step
     chosen = attention_of(found.spec, target.profile, target.resources)
-    absent = [passed for passed in chosen.passed_over if passed.obstacle == "not-installed"]
+    absent = [backend for backend, why in chosen.passed_over if why == "not-installed"]
     if not absent or step is None:
         return
-    missing = absent[0].backend
+    missing = absent[0]
     other = assess(found.spec.changed("model", attention=missing), target).step
     if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(

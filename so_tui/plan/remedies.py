@@ -29,7 +29,7 @@ from so_tui.plan.notes import (
     Remedy,
 )
 from so_tui.plan.placement import Placement
-from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
+from so_tui.plan.plan import OptionalMemory, Plan
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
     Search,
@@ -255,25 +255,24 @@ _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
 
 
-def memory_advice(
-    spec: RunSpec, pool: AdvicePool, given: GivenMemory = NOTHING_KNOWN
-) -> MemoryAdvice:
+def memory_advice(spec: RunSpec, pool: AdvicePool, plan: Plan | None = None) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
 
     Args:
         spec: The run's.
         pool: The memory of which it had too little; where CPU and GPU have one memory, it does not
             matter which of them asked.
-        given: What its plan had to give.
+        plan: Its plan, which says what it had to give.
     """
-    sides: tuple[AdvicePool, ...] = ("gpu", "node") if given.one_memory else (pool,)
-    pool = "node" if given.one_memory else pool
-    spared = list(_without_optional(spec, given.optional)) if pool == "node" else []
+    one_memory = plan is not None and plan.one_memory
+    sides: tuple[AdvicePool, ...] = ("gpu", "node") if one_memory else (pool,)
+    pool = "node" if one_memory else pool
+    spared = list(_without_optional(spec, plan.optional)) if plan and pool == "node" else []
     try:
-        now = _bytes(spec, pool, given)
+        now = _bytes(spec, pool, one_memory)
         found = [
             MemorySaving(
-                changes=changes_of(spec, other), saves_bytes=now - _bytes(other, pool, given)
+                changes=changes_of(spec, other), saves_bytes=now - _bytes(other, pool, one_memory)
             )
             for side in sides
             for other in alternatives(spec, side)
@@ -296,14 +295,14 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
         yield MemorySaving(changes=(off,), saves_bytes=size)
 
 
-def _bytes(spec: RunSpec, pool: AdvicePool, given: GivenMemory) -> int:
+def _bytes(spec: RunSpec, pool: AdvicePool, one_memory: bool) -> int:
     profile = profile_of(spec.model)
     placement = Placement(
         spec=spec,
         profile=profile,
         layout=profile.layout(spec.ranks, spec.offload),
         local_ranks=spec.ranks_per_host,
-        one_memory=given.one_memory,
+        one_memory=one_memory,
     )
     second = second_states(placement, lambda: 0)
     terms = (*memory_terms(placement), *([second.term] if second else ()))

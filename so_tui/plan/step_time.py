@@ -249,8 +249,6 @@ class StepModel:
         """
         shape = self.placement.profile.architecture
         ranks = self.placement.spec.train.sequence_parallel
-        if ranks == 1:
-            return 0.0
         sent = self._computed_tokens * shape.layers * exchanged_bytes(shape, ranks)
         return sent / self.speed.peer_bytes_per_s
 
@@ -371,7 +369,7 @@ class StepModel:
         """
         placement, speed, once = self.placement, self.speed, self.one_pass
         spec, layout = placement.spec, placement.layout
-        if spec.offload.mode == "gpu" or not layout.cpu_numel:
+        if not layout.cpu_numel:
             return 0.0
         further = spec.gradient_accumulation_steps - 1
         if spec.offload.own_engine:
@@ -515,7 +513,7 @@ class StepModel:
         Only the worker sees whole gradients, so their norm is known when it has stepped the last
         one.
         """
-        if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
+        if not self._accumulated:
             return 0.0
         early = [update for update in updates if update.ready_s < norm_s or not self._clipped]
         return max((at for _, at in self._arrivals(early)), default=0.0)

@@ -27,7 +27,7 @@ from msgspec import Struct
 import so_tui
 from so_tui.runs.records import RunState
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import Problem, Refusal, Refused, reject
+from so_tui.spec.errors import Problem, Refused, refuse, reject
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import (
@@ -53,28 +53,28 @@ _OUTPUT = "output."
 _LOG = ".log"
 
 
+@dataclass(frozen=True)
 class _Entry:
     """A file or folder with a fixed name in a run directory."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Path:
-        return run.at / self._name
+        return run.at / self.name
 
 
+@dataclass(frozen=True)
 class _OfAttempt:
     """A file in the folder of an attempt. Its name may have a number, or the number of a node
     after the first.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Callable[..., Path]:
         def path(attempt: int, number: int = 0) -> Path:
             of_node = f".node{number}" if number else ""
-            return run.attempt_dir(attempt) / self._name.format(number=number, of_node=of_node)
+            return run.attempt_dir(attempt) / self.name.format(number=number, of_node=of_node)
 
         return path
 
@@ -171,8 +171,6 @@ def new_attempt(run: RunDirectory) -> int:
     """
     attempt = max(run.attempts(), default=0) + 1
     shared = is_shared(run.at)
-    with contextlib.suppress(FileExistsError):
-        make_run_folder(run.attempts_dir, shared=shared)
     while True:
         try:
             make_run_folder(run.attempt_dir(attempt), shared=shared)
@@ -435,7 +433,7 @@ def own_run(run: RunDirectory) -> Iterator[RunDirectory]:
             why = _WHY.get(error.errno or 0, Distrust.UNREADABLE)
             found = NotOwnError(Path(error.filename or run.path), why)
         if found is not None:
-            raise Refused([_refusal(run, found)])
+            raise _refused(run, found)
         with _errors_name(run):
             yield run
 
@@ -481,7 +479,7 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
     try:
         folder = None if run.folder else open_named(run.path)
     except NotADirectoryError:
-        raise Refused([_refusal(run, NotOwnError(run.path, Distrust.WRONG_KIND))]) from None
+        raise _refused(run, NotOwnError(run.path, Distrust.WRONG_KIND)) from None
     with folder or contextlib.nullcontext():
         opened = RunDirectory(run.path, run.folder or folder)
         assert opened.folder is not None
@@ -490,7 +488,7 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
         ]
         for path, distrust in ((run.path, opened.folder.distrust), *parts):
             if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
-                raise Refused([_refusal(run, NotOwnError(path, distrust))])
+                raise _refused(run, NotOwnError(path, distrust))
         with _errors_name(opened):
             yield opened
 
@@ -546,14 +544,14 @@ _REASONS = {
 }
 
 
-def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:
+def _refused(run: RunDirectory, found: NotOwnError) -> Refused:
     name, path = printable_line(run.name), printable_line(str(found.path))
     if found.distrust is Distrust.OTHER_OWNER:
-        return Refusal(
+        return refuse(
             NOT_YOUR_RUN,
             f"{name} is not your run: {path} belongs to another user. You can watch it and "
             "read its logs",
         )
     close = quoted("chmod", "-R", "go-w", str(run.path))
     message = _REASONS[found.distrust].format(name=name, path=path, close=close)
-    return Refusal(found.distrust.value, message)
+    return refuse(found.distrust.value, message)

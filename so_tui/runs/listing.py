@@ -186,11 +186,19 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
             )
             message = f"its folder cannot be read: {error.strerror}"
             raise reject("run-not-readable", "run", run, message, remedy) from error
-        remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
-        raise reject("not-a-run", "run", run, "there is no run", remedy)
+        raise reject(
+            "not-a-run",
+            "run",
+            run,
+            "there is no run",
+            "Give the folder that contains its spec.json, or a name from `so-tui runs`.",
+        )
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
-        return next((known for known in runs if not _is_another_users(known)), runs[0])
+        mine = (
+            known for known in runs if distrust_of_folder(known.path) is not Distrust.OTHER_OWNER
+        )
+        return next(mine, runs[0])
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
         paths = ", ".join(str(known.path) for known in named)
@@ -200,8 +208,13 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     if named:
         return named[0]
     if not runs:
-        remedy = "Start one with `so-tui run PRESET`, or give their folder with --runs-dir."
-        raise reject("no-runs", "run", run, "there are no runs yet", remedy)
+        raise reject(
+            "no-runs",
+            "run",
+            run,
+            "there are no runs yet",
+            "Start one with `so-tui run PRESET`, or give their folder with --runs-dir.",
+        )
     import difflib  # only for the message
 
     names = [known.name for known in runs]
@@ -210,10 +223,6 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
     remedy = f"{meant}`so-tui runs` lists them all."
     raise reject("unknown-run", "run", run, "there is no such run", remedy)
-
-
-def _is_another_users(run: RunDirectory) -> bool:
-    return distrust_of_folder(run.path) is Distrust.OTHER_OWNER
 
 
 def _record_folder(folder: Path) -> None:

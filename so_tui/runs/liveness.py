@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
@@ -273,21 +272,13 @@ class HeartbeatWatch:
         return moved
 
 
-class Liveness(StrEnum):
-    """Whether a run's processes still run."""
-
-    ALIVE = "alive"
-    GONE = "gone"
-    UNKNOWN = "unknown"
-    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough, or dated in
-    the future.
-    """
-
-
 class Sighting(Struct, frozen=True, kw_only=True):
     """What can be seen of a run's processes from here."""
 
-    liveness: Liveness
+    alive: bool | None
+    """Whether they still run; None where they cannot be seen from here, and the heartbeat is
+    neither fresh nor old enough, or dated in the future.
+    """
     by_processes: bool
     """The processes themselves were examined; otherwise only the heartbeat."""
     restarted: bool = False
@@ -309,16 +300,14 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     if not state.host:  # no supervisor has started yet, or its starter died
         age_s = _age_s(run)
         gone = state.state == "created" and age_s is not None and age_s > OLD_S
-        return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, by_processes=True)
+        return Sighting(alive=not gone, by_processes=True)
     if sees_processes_of(there):
         living = supervised(state) or any(map(alive, state.processes))
         if living or not _hidden_from_us(run):
-            return Sighting(liveness=Liveness.ALIVE if living else Liveness.GONE, by_processes=True)
+            return Sighting(alive=living, by_processes=True)
     restarted = this_host().name == there.name and not _same_boot(there)
-    liveness, age_s = _by_heartbeat(run, state, watch)
-    return Sighting(
-        liveness=liveness, by_processes=False, restarted=restarted, heartbeat_age_s=age_s
-    )
+    found, age_s = _by_heartbeat(run, state, watch)
+    return Sighting(alive=found, by_processes=False, restarted=restarted, heartbeat_age_s=age_s)
 
 
 def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bool:
@@ -349,7 +338,7 @@ def state_with_truth(
         InputError: If the state cannot be read.
     """
     state = recorded or read_state(run)
-    if state.state in FINAL_STATES or sighting(run, state, watch).liveness is not Liveness.GONE:
+    if state.state in FINAL_STATES or sighting(run, state, watch).alive is not False:
         return state
     state = read_state(run)  # the supervisor may have written the final state just before it ended
     if state.state in FINAL_STATES:
@@ -359,24 +348,24 @@ def state_with_truth(
 
 def _by_heartbeat(
     run: RunDirectory, state: RunState, watch: HeartbeatWatch | None
-) -> tuple[Liveness, float | None]:
-    """Return what the heartbeat says, and the seconds since the last sign of life; None if they are
-    unknown.
+) -> tuple[bool | None, float | None]:
+    """Return what the heartbeat says of the processes, and the seconds since the last sign of life;
+    None for what is unknown.
     """
     if watch is not None:
         unchanged_s = watch.unchanged_s(run, state)
         if unchanged_s > STALE_S:
-            return Liveness.GONE, unchanged_s
+            return False, unchanged_s
         if watch.moved(run):
-            return Liveness.ALIVE, unchanged_s
+            return True, unchanged_s
     age_s = _age_s(run)
     if age_s is None:
-        return Liveness.UNKNOWN, None
+        return None, None
     if abs(age_s) <= STALE_S:
-        return Liveness.ALIVE, age_s
+        return True, age_s
     # Who watches will see within a minute, so the clocks of two machines need not be compared.
     comparable = watch is None or distrust_of_folder(run.path) is None
-    return (Liveness.GONE if age_s > OLD_S and comparable else Liveness.UNKNOWN), age_s
+    return (False if age_s > OLD_S and comparable else None), age_s
 
 
 def _age_s(run: RunDirectory) -> float | None:

@@ -210,18 +210,24 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
         return state
     seen = sighting(run, state)
     if seen.by_processes:
-        remedy = (
+        raise reject(
+            "run-is-live",
+            "run",
+            run.name,
+            f"is still running ({state.state})",
             f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with "
-            f"`{so_tui_command('stop', run.name)}`."
+            f"`{so_tui_command('stop', run.name)}`.",
         )
-        raise reject("run-is-live", "run", run.name, f"is still running ({state.state})", remedy)
     if assume_dead:
         return concluded(run, state)
-    remedy = (
+    raise reject(
+        "run-may-be-live",
+        "run",
+        run.name,
+        evidence(state, seen),
         f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has "
-        "ended, add --assume-dead."
+        "ended, add --assume-dead.",
     )
-    raise reject("run-may-be-live", "run", run.name, evidence(state, seen), remedy)
 
 
 def record_end(run: RunDirectory) -> RunState:
@@ -260,11 +266,14 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
         )
     message = f"{evidence(state, seen)}; its supervisor's lock is held"
     if assume_dead:
-        remedy = (
+        return reject(
+            "run-is-live",
+            "run",
+            run.name,
+            message,
             f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of "
-            "life. Try again then."
+            "life. Try again then.",
         )
-        return reject("run-is-live", "run", run.name, message, remedy)
     return reject(
         "run-may-be-live",
         "run",

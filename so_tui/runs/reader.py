@@ -146,11 +146,9 @@ class LogReader:
             os.close(fd)
         return tuple(lines[cut:])
 
-    def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
-        """Return the last lines within ``limit_bytes`` of the end; later polls continue from
-        there.
-        """
-        found = self.poll(limit_bytes=limit_bytes, limit_s=1.0, at_end=True)
+    def tail(self, lines: int) -> tuple[str, ...]:
+        """Return the last lines, within a MiB of the end; later polls continue from there."""
+        found = self.poll(limit_s=1.0, at_end=True)
         return found[-lines:] if lines else ()
 
     def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:

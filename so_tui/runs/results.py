@@ -136,18 +136,12 @@ MOST_S = 40.0
 """How long a command may take to read all its runs."""
 
 
-class ReadingTime:
-    """How long one command may take to read runs: a folder of them may be anybody's."""
-
-    def __init__(self, each_s: float) -> None:
-        """Begin now. The metrics of each run may take so long."""
-        self._end = time.monotonic() + MOST_S
-        self._each_s = each_s
-
-    @property
-    def left_s(self) -> float:
-        """How long the next run may take; 0 if the time is up."""
-        return min(self._each_s, max(0.0, self._end - time.monotonic()))
+def reading_time(each_s: float) -> Callable[[], float]:
+    """Return a function that says how long one command may take to read the metrics of its next
+    run: ``each_s``, less at the end of its time, and then 0. A folder of runs may be anybody's.
+    """
+    end = time.monotonic() + MOST_S
+    return lambda: min(each_s, max(0.0, end - time.monotonic()))
 
 
 class RunResults(Struct, frozen=True, kw_only=True):

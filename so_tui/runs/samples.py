@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,11 +88,6 @@ _GPU_FIELDS = tuple(
 _SUMS = ("interval_s", "run_cpu_s", "supervisor_cpu_s")
 MOST_FOREIGN = 3
 """Foreign processes of a sample."""
-
-
-def _single(sample: Sample) -> Rollup:
-    """Return a single sample as a roll-up."""
-    return Rollup(samples=1, mean=sample)
 
 
 def roll_up(parts: Sequence[Rollup]) -> Rollup:
@@ -198,7 +194,7 @@ class SampleWriter:
     def append(self, sample: Sample) -> None:
         """Write one sample and the roll-ups that it completes. Raises OSError (disk full)."""
         self._raw.append(encode_line(sample))
-        self._fold(_single(sample), 0)
+        self._fold(Rollup(samples=1, mean=sample), 0)
 
     def close(self) -> None:
         """Write the unfinished roll-ups and close the files. Raises OSError."""
@@ -214,8 +210,8 @@ class SampleWriter:
         """
         if level == len(self._rollups):
             return
-        parts, resolution = self._open[level], RESOLUTIONS[level + 1]
-        if parts and _bucket(parts[0], resolution) != _bucket(part, resolution):
+        parts, interval_s = [*self._open[level][:1], part], RESOLUTIONS[level + 1].interval_s
+        if len({each.mean.time // interval_s for each in parts}) > 1:
             self._complete(level)
         self._open[level].append(part)
 
@@ -290,8 +286,7 @@ class SampleReader:
             rows: Approximate number of roll-ups wanted.
         """
         wanted_s = (last - first) / max(1, rows)
-        intervals_s = [resolution.interval_s for resolution in RESOLUTIONS]
-        level = max(0, bisect_right(intervals_s, wanted_s) - 1)
+        level = max(0, bisect_right(RESOLUTIONS, wanted_s, key=attrgetter("interval_s")) - 1)
         parts: list[tuple[_Resolution, float]] = []
         until = last
         for resolution in RESOLUTIONS[level:]:
@@ -354,12 +349,8 @@ class SampleReader:
         return self._starts.get(path, math.inf)
 
 
-def _bucket(part: Rollup, resolution: _Resolution) -> int:
-    return int(part.mean.time // resolution.interval_s)
-
-
 def _as_rollup(resolution: _Resolution, line: bytes) -> Rollup | None:
     if resolution.interval_s:
         return decode_rollup(line)
     sample = decode_sample(line)
-    return None if sample is None else _single(sample)
+    return None if sample is None else Rollup(samples=1, mean=sample)

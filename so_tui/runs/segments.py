@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from so_tui.trust.files import UnfitFileError, names_in, open_descriptor
 
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
-_BLOCK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 8 * MEBIBYTE
 """Limit of a record. The binding of a thousand ranks takes less than one."""
 _LARGEST_BYTES = 32 * MEBIBYTE
@@ -104,17 +105,7 @@ def cut_incomplete_line(path: Path) -> None:
         OSError: It cannot be read or written.
     """
     with path.open("r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class SegmentWriter:
@@ -173,14 +164,10 @@ class SegmentWriter:
         self._on_closed()
 
     def _open_next(self) -> None:
-        number = max(segments(self._folder, self._stem), default=0) + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        while True:
-            path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
-            try:
+        for number in count(max(segments(self._folder, self._stem), default=0) + 1):
+            with suppress(FileExistsError):  # another writer was first
+                path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
                 self._fd = os.open(path, flags, 0o640)
-            except FileExistsError:
-                number += 1
-                continue
-            self._path = path
-            return
+                self._path = path
+                return

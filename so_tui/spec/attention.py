@@ -120,16 +120,10 @@ class Present(Struct, frozen=True, kw_only=True):
     """Installed distributions, of those that ``KERNELS`` names."""
 
 
-class _PassedOver(Struct, frozen=True):
-    """A faster backend that is not used, and why."""
-
-    backend: AttentionBackend
-    obstacle: Obstacle
-
-
 class Chosen(Struct, frozen=True):
     backend: AttentionBackend
-    passed_over: tuple[_PassedOver, ...] = ()
+    passed_over: tuple[tuple[AttentionBackend, Obstacle], ...] = ()
+    """Faster backends, each with the reason why it is not used."""
 
 
 def generation_of(gpu_name: str) -> int:
@@ -173,9 +167,9 @@ def choose_backend(needs: Needs, present: Present) -> Chosen:
     if not needs.plain and not needs.sinks:
         return Chosen("eager")
     order: tuple[AttentionBackend, ...] = (*(kernel.name for kernel in KERNELS), "sdpa", "eager")
-    passed_over: list[_PassedOver] = []
+    passed_over: list[tuple[AttentionBackend, Obstacle]] = []
     for backend in order:
         if (obstacle := obstacle_to(backend, needs, present)) is None:
             break
-        passed_over.append(_PassedOver(backend, obstacle))
+        passed_over.append((backend, obstacle))
     return Chosen(backend, tuple(passed_over) if present.generation is not None else ())

@@ -14,8 +14,6 @@ from so_tui.units import thousands
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
 
-GENERATED = "model.parameters"
-
 _NOUNS: dict[FieldType, str] = {
     "integer": "a whole number",
     "number": "a number",
@@ -101,7 +99,7 @@ def field_index() -> dict[str, FieldInfo]:
     """Return all keys by dotted path, in declaration order (``train.micro_batch``), without the
     generated parameter table.
     """
-    return {info.path: info for info in fields_of(RunSpec) if info.path != GENERATED}
+    return {info.path: info for info in fields_of(RunSpec) if info.path != "model.parameters"}
 
 
 def fields_of(struct: type[Struct], prefix: str = "") -> list[FieldInfo]:
@@ -132,7 +130,7 @@ def _field_info(path: str, struct: type[Struct], field: inspect.Field) -> FieldI
         default = None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     return FieldInfo(
         path=path,
-        type_name=_type_name(plain),
+        type_name=_TYPE_NAMES[type(plain)],
         description=schema.get("description", ""),
         unit=extra.get("unit", ""),
         minimum=minimum,
@@ -140,7 +138,7 @@ def _field_info(path: str, struct: type[Struct], field: inspect.Field) -> FieldI
         excludes_minimum=low_open,
         excludes_maximum=high_open,
         choices=_choices(struct, field.name) if isinstance(plain, inspect.LiteralType) else (),
-        takes_list=any(_type_name(option) == "list" for option in options),
+        takes_list=any(_TYPE_NAMES[type(option)] == "list" for option in options),
         default=default,
         required=field.required,
     )
@@ -164,7 +162,7 @@ def _options(kind: inspect.Type) -> list[inspect.Type]:
         [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
     )
     options = [option for option in options if not isinstance(option, inspect.NoneType)]
-    return sorted(options, key=lambda option: _type_name(option) == "list")
+    return sorted(options, key=lambda option: _TYPE_NAMES[type(option)] == "list")
 
 
 _TYPE_NAMES: dict[type[inspect.Type], FieldType] = {
@@ -179,10 +177,6 @@ _TYPE_NAMES: dict[type[inspect.Type], FieldType] = {
     inspect.DictType: "table",
 }
 """Types that fields of a struct may have."""
-
-
-def _type_name(kind: inspect.Type) -> FieldType:
-    return _TYPE_NAMES[type(kind)]
 
 
 def _bound(kind: inspect.Type, closed: str, opened: str) -> tuple[float | None, bool]:

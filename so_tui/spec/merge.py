@@ -17,7 +17,7 @@ import msgspec
 from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, section_of
 from so_tui.spec.errors import InputError, Problem, nearest, shown
 from so_tui.spec.keys import FieldInfo, field_index
-from so_tui.spec.run_spec import RunSpec
+from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.trust.decoding import Tree, decode_toml
 
 _FREE_TABLE = "model.config."
@@ -153,13 +153,8 @@ def _overlaid(base: Tree, changes: Tree) -> Tree:
 
 def _defaults() -> Tree:
     """Return the defaults of every section; required keys are absent."""
-    tree: Tree = {}
-    for info in field_index().values():
-        if not info.required:
-            *sections, key = info.path.split(".")
-            target = tree.setdefault(sections[0], {}) if sections else tree
-            target[key] = msgspec.to_builtins(info.default)
-    tree["model"]["parameters"] = ()
+    tree = complete_tree(RunSpec(name="", model=ModelSpec(id=""), data=DataSpec(source="")))
+    del tree["name"], tree["model"]["id"], tree["data"]["source"]
     return tree
 
 

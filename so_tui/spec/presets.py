@@ -221,8 +221,12 @@ def _read_source(path: Path, origin: Origin) -> _Source:
         content, distrust = read_judged(path, LARGEST_BYTES)
         tree = decode_toml(content)
     except FileNotFoundError:
-        remedy = "`so-tui presets` lists the presets by name."
-        raise _unread(path, "file-not-found", "there is no such file", remedy) from None
+        raise _unread(
+            path,
+            "file-not-found",
+            "there is no such file",
+            "`so-tui presets` lists the presets by name.",
+        ) from None
     except UnfitFileError as error:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
@@ -231,19 +235,35 @@ def _read_source(path: Path, origin: Origin) -> _Source:
             if error.code == "not-a-file"
             else f"is larger than {thousands(LARGEST_BYTES)} bytes"
         )
-        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
-        raise _unread(path, error.code, message, remedy) from None
+        raise _unread(
+            path,
+            error.code,
+            message,
+            f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
+        ) from None
     except TooDeepError as error:
-        remedy = "Write each section at the top level: [model], [data]."
-        raise _unread(path, "too-deep", f"is not a preset: {error}", remedy) from None
+        raise _unread(
+            path,
+            "too-deep",
+            f"is not a preset: {error}",
+            "Write each section at the top level: [model], [data].",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "Check the path, and that the file is UTF-8 text with read permission."
-        raise _unread(path, "unreadable", f"cannot be read ({error})", remedy) from None
+        raise _unread(
+            path,
+            "unreadable",
+            f"cannot be read ({error})",
+            "Check the path, and that the file is UTF-8 text with read permission.",
+        ) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
             raise _no_preset(path, "is a file, not a preset") from None
-        remedy = "Correct that line: text needs quotes, and each key may appear once."
-        raise _unread(path, "invalid-toml", f"is not TOML: {error}", remedy) from None
+        raise _unread(
+            path,
+            "invalid-toml",
+            f"is not TOML: {error}",
+            "Correct that line: text needs quotes, and each key may appear once.",
+        ) from None
     if tree and not tree.keys() & _KEYS:
         raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)

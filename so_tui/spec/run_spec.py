@@ -280,7 +280,6 @@ def decays(name: str, dimensions: int) -> bool:
 # ``[model]``: the architecture, and how it is computed.
 
 
-ActivationCheckpointing = Literal["auto", "full", "attention", "selective", "none"]
 Policy = Literal["full", "attention", "selective", "none"]
 """What backward recomputes: every block; a block except its attention; norms, rotary positions and
 activation functions; nothing.
@@ -324,7 +323,7 @@ class ModelSpec(_Section, frozen=True):
         ),
     ] = "auto"
     activation_checkpointing: Annotated[
-        ActivationCheckpointing,
+        Literal["auto", "full", "attention", "selective", "none"],
         Meta(
             description=(
                 "What a layer recomputes in the backward pass instead of storing it: everything "
@@ -464,14 +463,13 @@ class ModelSpec(_Section, frozen=True):
 
 
 StatesFormat = Literal["fp32", "bf16-moments", "int8-moments"]
-OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 Mode = Literal["superoffload", "zerooffload", "gpu"]
 """Offload modes once ``auto`` is decided."""
 
 
 class OffloadSpec(_Section, frozen=True):
     mode: Annotated[
-        OffloadMode,
+        Literal["auto", "superoffload", "zerooffload", "gpu"],
         Meta(
             description=(
                 "Where the optimizer runs: on the CPU (`superoffload`, `zerooffload`) or on the "
@@ -695,10 +693,6 @@ class TrackingSpec(_Section, frozen=True):
     project: Annotated[_Text, Meta(description="Project on Weights & Biases.")] = "so-tui"
 
 
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-
 class TrainSpec(_Section, frozen=True):
     micro_batch: Annotated[
         int,
@@ -772,7 +766,7 @@ class TrainSpec(_Section, frozen=True):
         float, Meta(gt=0, le=1, description="Peak learning rate of AdamW.")
     ] = 1e-5
     schedule: Annotated[
-        Schedule,
+        Literal["cosine", "linear", "constant", "wsd"],
         Meta(
             description=(
                 "Learning rate schedule after warm-up; `wsd` stays at the peak and decays linearly "
@@ -852,7 +846,7 @@ class TrainSpec(_Section, frozen=True):
         ),
     ] = 1
     log_level: Annotated[
-        LogLevel,
+        Literal["debug", "info", "warning", "error"],
         Meta(description="The least severe messages that DeepSpeed writes to the log of the run."),
     ] = "warning"
     seed: Annotated[

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ _LARGEST_INTEGER = 2**63 - 1
 # A string without an end is one, too: otherwise it would be read again from each quote in it, which
 # takes days for a large file.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_LEVELS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 # The parser needs time that is quadratic in the number of names in a key: 20,000 take ten seconds.
 _LONG_KEY = re.compile(
     r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""", re.ASCII
@@ -54,10 +55,6 @@ class TooDeepError(msgspec.DecodeError):
 
     def __init__(self) -> None:
         super().__init__(f"it is nested more than {DEEPEST} levels deep")
-
-
-class NotTextError(msgspec.DecodeError):
-    """A document that is not UTF-8 text."""
 
 
 def decode_json(content: bytes, kind: type[T]) -> T:
@@ -100,7 +97,7 @@ def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
     except RecursionError:
         raise TooDeepError from None
     except UnicodeDecodeError as error:
-        raise NotTextError(f"it is not UTF-8 text (byte {error.start})") from None
+        raise msgspec.DecodeError(f"it is not UTF-8 text (byte {error.start})") from None
 
 
 def decode_toml(content: bytes) -> Tree:
@@ -130,14 +127,10 @@ def decode_toml(content: bytes) -> Tree:
 def _check_depth(content: bytes) -> None:
     if content.count(b"[") + content.count(b"{") <= DEEPEST:
         return
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(content):
-        if match[0] in (b"[", b"{"):
-            depth += 1
-            if depth > DEEPEST:
-                raise TooDeepError
-        elif match[0] in (b"]", b"}"):
-            depth -= 1
+    found = _STRING_OR_BRACKET.finditer(content)
+    depths = accumulate(_LEVELS.get(match[0], 0) for match in found)
+    if any(depth > DEEPEST for depth in depths):
+        raise TooDeepError
 
 
 def _check_values(tree: Tree) -> None:

@@ -35,9 +35,7 @@ class UnfitFileError(OSError):
     def __init__(
         self, path: Path, code: Literal["not-a-file", "too-large"], limit_bytes: int
     ) -> None:
-        self.path = path
-        self.code = code
-        self.limit_bytes = limit_bytes
+        self.path, self.code = path, code
         words = (
             "is not a regular file"
             if code == "not-a-file"

@@ -121,10 +121,7 @@ def _quoted(argument: str) -> str:
 
 
 def _spelled(match: re.Match[str]) -> str:
-    if match[0] in "\t\n\r":
-        return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}[match[0]]
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else _escaped(match)
+    return repr(match[0])[1:-1]
 
 
 def _escaped(match: re.Match[str]) -> str:

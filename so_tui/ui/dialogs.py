@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -19,7 +20,7 @@ from textual.worker import Worker
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
-from so_tui.settings_file import setting_index, value_of
+from so_tui.settings_file import setting_index
 from so_tui.spec.errors import InputError, SoTuiError
 from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import answer, unexpected_error
@@ -464,7 +465,7 @@ class SettingsDialog(Dialog[dict[str, Any] | None]):
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
         own = [theme.name for theme in THEMES]
-        self._before = {key: value_of(settings, key) for key in SHOWN}
+        self._before = {key: attrgetter(key)(settings) for key in SHOWN}
         self._chosen = dict(self._before)
         self._themes = (*own, *sorted(set(themes).difference(own)))
         super().__init__()

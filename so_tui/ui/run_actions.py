@@ -19,7 +19,7 @@ from so_tui.runs import (
 )
 from so_tui.runs import state as run_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
-from so_tui.runs.liveness import Liveness, sighting
+from so_tui.runs.liveness import sighting
 from so_tui.runs.lock import evidence, record_end
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Refused, SoTuiError
@@ -61,7 +61,7 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         )
         return
     seen = sighting(run, state)
-    if seen.liveness is Liveness.UNKNOWN:
+    if seen.alive is None:
 
         def record(run: RunDirectory, *, assume_dead: bool) -> None:
             record_end(run)  # by the user's word, which was asked for already
@@ -193,7 +193,7 @@ def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     state = _state(run)
     seen = sighting(run, state)
     if state.state not in FINAL_STATES:
-        if seen.liveness is Liveness.UNKNOWN:
+        if seen.alive is None:
             _ask_whether_ended(
                 app,
                 run,

@@ -10,7 +10,7 @@ from pathlib import Path
 from so_tui.plan.measured import Rates
 from so_tui.plan.rates import Speed, published_speed
 from so_tui.spec.check import write_atomic
-from so_tui.svg import Curve, curves
+from so_tui.svg import curves
 from so_tui.trust.text import brief_message
 from so_tui.units import memory_size, plural, significant, thousands
 from so_tui.validation import report as reports
@@ -59,7 +59,7 @@ def write(folder: Path, report: Report) -> Path:
     text, training = markdown(report), trained(report.outcomes)
     # The losses of runs of many steps, or what else there is.
     if lines := [
-        Curve(
+        (
             outcome.title,
             tuple(
                 (step, math.nan if loss is None else loss)

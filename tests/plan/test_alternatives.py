@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.model.profile import profile_of
 from so_tui.plan.notes import Change, FitsHere, MemoryAdvice
-from so_tui.plan.plan import GivenMemory, OptionalMemory
+from so_tui.plan.plan import OptionalMemory
 from so_tui.plan.planner import make_plan
 from so_tui.plan.remedies import memory_advice
 from so_tui.spec import RunSpec, with_values
@@ -90,7 +91,7 @@ def test_the_host_is_relieved_by_the_gpu_and_compact_moments() -> None:
 def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     spec = with_values(OURS, {"checkpoint.every_steps": "100"})
     optional = OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
-    given = GivenMemory(optional=optional)
+    given = replace(make_plan(spec, QUAD), optional=optional)
     advice = memory_advice(spec, "node", given)
     assert changes_in(advice) == [
         (Change("checkpoint.background", "true", "false"),),
@@ -108,7 +109,8 @@ def test_one_memory_gets_no_more_offloading() -> None:
     nothing.
     """
     given = GIVEN | {"offload__ratio": "0.5", "model__activation_checkpointing": "selective"}
-    spec, memory = spec_of("qwen3-14b", **given), GivenMemory(one_memory=True)
+    spec = spec_of("qwen3-14b", **given)
+    memory = replace(make_plan(spec, QUAD), one_memory=True)
     advice, apart = memory_advice(spec, "gpu", memory), memory_advice(spec, "gpu")
     assert advice == memory_advice(spec, "node", memory)
     assert changes_in(advice)[0][0].key == "train.micro_batch"

@@ -17,7 +17,6 @@ from so_tui.runs.listing import delete_run
 from so_tui.runs.liveness import (
     OLD_S,
     STALE_S,
-    Liveness,
     _parse_stat,
     concluded,
     identify,
@@ -174,19 +173,19 @@ def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("heartbeat", "expected"),
-    [("fresh", Liveness.ALIVE), ("between", Liveness.UNKNOWN), ("old", Liveness.GONE)],
+    [("fresh", True), ("between", None), ("old", False)],
 )
 def test_processes_decide_here_and_the_heartbeat_elsewhere(
-    where: str, heartbeat: str, expected: Liveness, run: RunDirectory
+    where: str, heartbeat: str, expected: bool | None, run: RunDirectory
 ) -> None:
     """A pid elsewhere that a process here has proves nothing."""
     supervisor = DEAD if where == "here" else known(os.getpid())
     state = recorded(run, where, AGES[heartbeat], supervisor=supervisor)
     seen = sighting(run, state)
     assert seen.by_processes == (where == "here")
-    assert seen.liveness is (Liveness.GONE if where == "here" else expected)
+    assert seen.alive is (False if where == "here" else expected)
     assert seen.restarted == (where == "restarted")
-    if seen.liveness is Liveness.GONE:
+    if seen.alive is False:
         assert state_with_truth(run).state == "lost"
         delete_run(run)
         assert not run.path.exists()
@@ -201,10 +200,10 @@ def test_wrong_clock_ends_no_moving_run(where: str, error_s: float, run: RunDire
     for beat in range(2, 5):
         now[0] += STALE_S - 1
         state = recorded(run, where, error_s, heartbeat=beat)
-        assert sighting(run, state, watch).liveness is not Liveness.GONE
-        assert sighting(run, state, watch).liveness is Liveness.ALIVE
+        assert sighting(run, state, watch).alive is not False
+        assert sighting(run, state, watch).alive is True
     now[0] += STALE_S + 1
-    assert sighting(run, read_state(run), watch).liveness is Liveness.GONE
+    assert sighting(run, read_state(run), watch).alive is False
 
 
 @pytest.mark.parametrize("heartbeat", ["fresh", "between"])
@@ -264,7 +263,7 @@ def test_clock_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDi
     """Seconds ahead are no reason to doubt a heartbeat; an hour says nothing about life."""
     state = recorded(run, where, -ahead_s)
     seen = sighting(run, state)
-    assert seen.liveness is (Liveness.ALIVE if ahead_s < STALE_S else Liveness.UNKNOWN)
+    assert seen.alive is (True if ahead_s < STALE_S else None)
     assert ("ahead" in evidence(state, seen)) == (ahead_s == HOUR)
     assert code_of(lambda: ended_state(run)) == "run-may-be-live"
     assert ended_state(run, assume_dead=True).state == "lost"
@@ -300,6 +299,6 @@ def test_a_run_in_another_pid_namespace_is_not_taken_for_lost(run: RunDirectory)
         assert (state.host, state.boot_id) == (HERE.name, HERE.boot_id)
         assert state.pid_namespace != HERE.pid_namespace
         seen = sighting(run, state)
-        assert (seen.liveness, seen.by_processes) == (Liveness.ALIVE, False)
+        assert (seen.alive, seen.by_processes) == (True, False)
         assert code_of(lambda: delete_run(run)) == "run-may-be-live"
         inside.communicate("")

@@ -68,7 +68,7 @@ def test_the_tail_starts_at_a_line_and_goes_on(path: Path) -> None:
     add(path, b"".join(b"line %d\n" % i for i in range(10_000)))
     reader = LogReader(path)
     assert reader.tail(2) == ("line 9998", "line 9999")
-    assert LogReader(path).tail(10_000, limit_bytes=100)[0] == "line 9991"
+    assert LogReader(path).poll(limit_bytes=100, at_end=True)[0] == "line 9991"
     assert LogReader(path).tail(20_000) == tuple(f"line {i}" for i in range(10_000))
     add(path, b"new\n")
     assert reader.poll() == ("new",)

@@ -18,7 +18,7 @@ from so_tui.runs.records import (
     Sample,
     decode_sample,
 )
-from so_tui.runs.samples import SampleReader, _Resolution, _single, roll_up
+from so_tui.runs.samples import SampleReader, _Resolution, roll_up
 
 BEGIN = 1_000_000_000.0
 SMALL = tuple(
@@ -33,6 +33,10 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 small_files = pytest.mark.usefixtures("_small_files")
+
+
+def single(measured: Sample) -> Rollup:
+    return Rollup(samples=1, mean=measured)
 
 
 def sample(second: float, busy: int = 50, attempt: int = 1, power_w: float | None = 300) -> Sample:
@@ -83,13 +87,13 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
 
 def test_mean_of_a_roll_up() -> None:
     measured = [(10, None), (20, 100.0), (90, 200.0)]
-    whole = roll_up([_single(sample(i, b, power_w=w)) for i, (b, w) in enumerate(measured)])
+    whole = roll_up([single(sample(i, b, power_w=w)) for i, (b, w) in enumerate(measured)])
     assert (whole.samples, whole.mean.time, whole.mean.interval_s) == (3, BEGIN + 2, 3.0)
     assert whole.mean.nodes[0].cores == (40, 40)
     assert whole.mean.gpus[0].power_w == 150.0
     assert whole.mean.gpus[0].temperature_c is None
     assert whole.mean.run_cpu_s == pytest.approx(1.2)
-    again = roll_up([whole, _single(sample(3, busy=0))])
+    again = roll_up([whole, single(sample(3, busy=0))])
     assert again.mean.nodes[0].cores == (30, 30)
 
 
@@ -124,7 +128,7 @@ def test_rollup_names_throttling_and_foreign_loads() -> None:
         foreign = tuple(
             ForeignProcess(pid=len(name), name=name, cores=load) for name, load in cores.items()
         )
-        return _single(replace(sample(second), gpus=(gpu,), foreign=foreign))
+        return single(replace(sample(second), gpus=(gpu,), foreign=foreign))
 
     parts = [
         at(0, ("heat",), a=1.0, bb=2.0),

@@ -10,7 +10,6 @@ from so_tui.spec.attention import (
     AttentionBackend,
     Needs,
     Present,
-    _PassedOver,
     choose_backend,
     generation_of,
     obstacle_to,
@@ -46,7 +45,7 @@ def test_fastest_backend_that_can_is_taken(
     assert found.backend == backend
     if packages == {"flash-attn"}:
         absent: tuple[AttentionBackend, ...] = ("flash-attn-4", "flash-attn-3")
-        assert found.passed_over == tuple(_PassedOver(name, "not-installed") for name in absent)
+        assert found.passed_over == tuple((name, "not-installed") for name in absent)
     assert generation is not None or found.passed_over == ()
 
 

@@ -22,7 +22,6 @@ import torch
 from msgspec.structs import replace
 
 from so_tui.machine import inspect_machine
-from so_tui.plan.plan import NOTHING_KNOWN
 from so_tui.plan.planner import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, new_attempt
 from so_tui.runs.records import (
@@ -157,7 +156,7 @@ MORE_CORES = r"offload\.cpu_adam_cores_fraction"
 )
 def test_failures_have_codes_and_suggestions(error: Exception, code: str, said: str) -> None:
     spec = tiny(train__micro_batch="4", offload__mode="superoffload")
-    found = failures.explain(error, spec, 0, 7, NOTHING_KNOWN)
+    found = failures.explain(error, spec, 0, 7, None)
     assert found.code == code
     assert re.search(said, f"{found.reason} {found.suggestion}")
 
@@ -165,11 +164,11 @@ def test_failures_have_codes_and_suggestions(error: Exception, code: str, said: 
 def test_failures_of_host_memory_and_of_input_are_explained() -> None:
     with pytest.raises(RuntimeError) as too_large:
         torch.empty(2**50, dtype=torch.uint8)
-    failure = failures.explain(too_large.value, tiny(), 0, 7, NOTHING_KNOWN)
+    failure = failures.explain(too_large.value, tiny(), 0, 7, None)
     assert failure.code == "host-out-of-memory"
     with pytest.raises(InputError) as wrong:
         tiny(train__steps="-1")
-    failure = failures.explain(wrong.value, tiny(), 0, 7, NOTHING_KNOWN)
+    failure = failures.explain(wrong.value, tiny(), 0, 7, None)
     assert "train.steps = -1" in failure.reason
     assert failure.suggestion == wrong.value.problems[0].remedy
 

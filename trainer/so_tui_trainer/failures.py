@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from so_tui.plan.plan import GivenMemory
+from so_tui.plan.plan import Plan
 from so_tui.plan.remedies import memory_advice
 from so_tui.runs.state import Failure
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
@@ -45,7 +45,7 @@ class NonFiniteError(TrainingError):
 
 
 def explain(
-    error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory
+    error: BaseException, spec: RunSpec, rank: int, step: int, plan: Plan | None
 ) -> Failure:
     """Explain an exception of a rank.
 
@@ -55,15 +55,15 @@ def explain(
         spec: The run's spec, for suggestions.
         rank: The rank that failed.
         step: The last completed step.
-        given: What the plan had to give, for suggestions.
+        plan: What is to be trained, for suggestions.
     """
-    found = _explained(error, spec, given)
+    found = _explained(error, spec, plan)
     return Failure(
         rank=rank, step=step, code=found.code, reason=found.reason, suggestion=found.suggestion
     )
 
 
-def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> TrainingError:
+def _explained(error: BaseException, spec: RunSpec, plan: Plan | None) -> TrainingError:
     """Return the error with the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
@@ -75,13 +75,13 @@ def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> Train
             )
             return TrainingError(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
-            return engine_failure(error, memory_advice(spec, "node", given).message)
+            return engine_failure(error, memory_advice(spec, "node", plan).message)
         case OffloadError():
             return engine_failure(error)
         case SoTuiError():  # The message includes what to do.
             return TrainingError("error", str(error))
         case MemoryError() | OSError(errno=errno.ENOMEM):
-            return _host_out_of_memory(spec, given)
+            return _host_out_of_memory(spec, plan)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
             return TrainingError(
@@ -94,11 +94,11 @@ def _explained(error: BaseException, spec: RunSpec, given: GivenMemory) -> Train
             return TrainingError(
                 "gpu-out-of-memory",
                 f"the GPU ran out of memory: {first_line(error)}",
-                memory_advice(spec, "gpu", given).message,
+                memory_advice(spec, "gpu", plan).message,
             )
         # torch's allocator and gloo have no types of their own for these.
         case RuntimeError() if any(part in str(error) for part in ALLOCATION_FAILED):
-            return _host_out_of_memory(spec, given)
+            return _host_out_of_memory(spec, plan)
         case RuntimeError() if any(part in str(error) for part in _CONNECTION_LOST):
             return TrainingError(
                 "rank-lost",
@@ -136,9 +136,9 @@ def engine_failure(error: OffloadError, less_memory: str = LESS_HOST_MEMORY) -> 
     return TrainingError(error.code, str(error))  # The message includes what to do.
 
 
-def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> TrainingError:
+def _host_out_of_memory(spec: RunSpec, plan: Plan | None) -> TrainingError:
     return TrainingError(
         "host-out-of-memory",
         "this host ran out of memory",
-        memory_advice(spec, "node", given).message,
+        memory_advice(spec, "node", plan).message,
     )

@@ -339,7 +339,7 @@ class Session:
             print(error, file=sys.stderr)
             return
         step = self.loop.step if self.loop else 0
-        failure = failures.explain(error, self.spec, self.rank, step, self.plan.given_memory)
+        failure = failures.explain(error, self.spec, self.rank, step, self.plan)
         try:
             run_control.report_failure(self.run, self.attempt, failure)
             self._write_failure()

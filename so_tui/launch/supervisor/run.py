@@ -385,7 +385,7 @@ def _planned_advice(outcome: Outcome, launch: Launch) -> str:
     try:
         from so_tui.plan import remedies  # heavy, and may be gone since the run began
 
-        return remedies.memory_advice(launch.spec, short, launch.plan.given_memory).message
+        return remedies.memory_advice(launch.spec, short, launch.plan).message
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
     return ""

@@ -18,7 +18,7 @@ from typing import Any
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
 from so_tui.runs.results import MEAN_RECORDS
-from so_tui.svg import Curve, curves
+from so_tui.svg import curves
 from so_tui.units import mark_duration, plural, thousands
 
 Span = tuple[float, float]
@@ -345,7 +345,7 @@ def write_picture(path: Path, title: str, lines: Sequence[Named], per: float = 1
     """Write lines over their steps to a new file, and return their number in words. Values are
     divided by ``per``; infinite ones and NaNs leave gaps. Raises OSError.
     """
-    picture = curves(title, [Curve(name, _points(line, per)) for line, name in lines])
+    picture = curves(title, [(name, _points(line, per)) for line, name in lines])
     with path.open("x", encoding="utf-8") as file:
         file.write(picture)
     return plural(len(lines), "line")
