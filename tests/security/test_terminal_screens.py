@@ -93,7 +93,7 @@ async def test_what_is_copied_notified_and_asked_is_text(
         driver.app.notify(HOSTILE + SURROGATE, title=HOSTILE, markup=False, timeout=60)
         driver.app.call_later(
             driver.app.push_screen,
-            Notice(HOSTILE, (HOSTILE + SURROGATE, lambda width: HOSTILE), offer=HOSTILE),
+            Notice(HOSTILE, (HOSTILE + SURROGATE, lambda _: Content(HOSTILE)), offer=HOSTILE),
         )
         await driver.until(lambda: "forged line" in driver.text())
         assert_only_text(driver)

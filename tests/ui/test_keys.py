@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from textual import events
+from textual.content import Content
 from textual.keys import _character_to_key as character_to_key
 from textual.keys import key_to_character
 from textual.screen import ModalScreen, Screen
@@ -110,7 +111,7 @@ DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]
     AskText: lambda _: AskText("Ask", "hint", Input(), yes="Yes", read=str, choices=CHOICES),
     ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
     ChooseRuns: lambda _: ChooseRuns((), ()),
-    Notice: lambda _: Notice("Compared", [lambda width: MANY_LINES]),
+    Notice: lambda _: Notice("Compared", [lambda _: Content(MANY_LINES)]),
     Question: lambda _: Question("Sure?", [MANY_LINES], yes="Yes"),
     SettingsDialog: lambda _: SettingsDialog(Settings(), ()),
     ValidationScreen: lambda run: ValidationScreen(run.path),
