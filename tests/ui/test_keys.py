@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from textual import events
-from textual.content import Content
 from textual.keys import _character_to_key as character_to_key
 from textual.keys import key_to_character
 from textual.screen import ModalScreen, Screen
@@ -32,6 +31,7 @@ from so_tui.ui.data_preview import DataPreviewScreen
 from so_tui.ui.dialogs import AskText, Notice, Question, SettingsDialog
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
+from so_tui.ui.text import Content
 from tests.support.make_run import write_run
 from tests.support.records import append_records
 from tests.support.screen import Driver, opened, rows_of
