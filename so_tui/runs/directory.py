@@ -477,7 +477,8 @@ def asked_run(run: RunDirectory) -> Iterator[RunDirectory]:
         OSError: There is no such folder.
     """
     try:
-        folder = None if run.folder else open_named(run.path)
+        # Through a link that has taken the name of an open run, nothing is asked, either.
+        folder = None if run.folder and not run.path.is_symlink() else open_named(run.path)
     except NotADirectoryError:
         raise _refused(run, NotOwnError(run.path, Distrust.WRONG_KIND)) from None
     with folder or contextlib.nullcontext():

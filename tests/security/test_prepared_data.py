@@ -147,7 +147,7 @@ def test_a_readme_that_names_a_private_file_is_refused(machine: SharedMachine, n
         f"---\nconfigs:\n- config_name: default\n  data_files: {names[named]}\n---\n"
     )
     machine.other.give(theirs)
-    assert rows(machine, theirs).startswith("data-file-elsewhere says that it has the file")
+    assert rows(machine, theirs).startswith("data-file-elsewhere names the file")
 
 
 SAVE = """

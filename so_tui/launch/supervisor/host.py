@@ -324,6 +324,10 @@ class Host:
                     if error.holder.run != str(path):
                         raise
 
+    def running(self) -> bool:
+        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
+        return self._runner is not None and self.status() is None
+
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
         not our child.
@@ -370,9 +374,7 @@ class Host:
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while not self.handed_over and (
-                self.tree.alive or (self._runner is not None and self.status() is None)
-            ):
+            while not self.handed_over and (self.tree.alive or self.running()):
                 self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._scan()
                 acts = tick()
