@@ -376,10 +376,18 @@ class PlacementPanel(StyledLines):
     one for each that is not.
     """
 
+    _shown: tuple[object, ...] = ()
+    """What the lines say."""
+
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height``
         rows.
         """
+        planned = snapshot.plan and snapshot.plan.binding
+        shown = snapshot.hosts.placement, snapshot.hosts.ranks, planned, width, height
+        if shown == self._shown:  # placement is sampled much more rarely than everything else
+            return
+        self._shown = shown
         lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
         self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))
