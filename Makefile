@@ -19,8 +19,8 @@ TORCH_INDEX ?=
 SYSTEM_TORCH ?=
 CPU_LIMIT ?=
 COVERAGE ?=
-SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/security/test_looking.py tests/launch/test_fetch.py \
-	tests/trainer/test_architectures.py
+SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/security/test_looking.py \
+	tests/security/test_exchanged_runs.py tests/launch/test_fetch.py tests/trainer/test_architectures.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

@@ -56,6 +56,18 @@ def test_workflows_make_what_ci_makes_without_credentials(workflow: Path) -> Non
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
+def test_make_test_system_runs_every_file_with_system_tests() -> None:
+    (listed,) = re.findall(r"^SYSTEM_TESTS \?= ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
+    run = [ROOT / word for word in listed.replace("\\", " ").split()]
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and "pytest.mark.system\n" in path.read_text()
+    ]
+    assert marked
+    assert [path for path in marked if not any(path.is_relative_to(each) for each in run)] == []
+
+
 def test_every_check_is_a_hook_with_the_same_command() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
