@@ -98,13 +98,15 @@ def border():
 
 passes(border)
 """,
-    "copy_files": """
-from so_tui_trainer.foreign import copy_files
-copies = Path(arguments[1])
+    "private_copy": """
+import os
+from so_tui.machine.software import code_folders
+os.environ |= code_folders(os.environ)  # as a helper gets it
+from so_tui_trainer.foreign import private_copy
 
 def border():
-    copy_files(Path(arguments[0]), ["chat_template.jinja"], copies, "model.tokenizer")
-    return "EVIL" if "EVIL" in (copies / "chat_template.jinja").read_text() else "theirs"
+    copy, _ = private_copy(arguments[0], "main", "model.tokenizer")
+    return "EVIL" if "EVIL" in (copy / "chat_template.jinja").read_text() else "theirs"
 
 passes(border)
 """,
@@ -200,17 +202,16 @@ def _(stage: Stage) -> Verdict:
 
 @attack("7d", f"copies for an export, {_TRIES} times, while a file turns into a link")
 def _(stage: Stage) -> Verdict:
-    secret, copies = stage.owner.home / "secret", stage.owner.home / "copies"
+    secret = stage.owner.home / "secret"
     secret.write_text("EVIL")
-    copies.mkdir()
-    stage.owner.give(secret, copies)
+    stage.owner.give(secret)
     folder = stage.model(stage.scratch / "model", stage.other)
     (folder / "chat_template.jinja").write_text("template")
     (folder / "link").symlink_to(secret)
     folder.chmod(0o755)
     stage.other.give(folder)
     exchanged = (folder / "chat_template.jinja", folder / "link")
-    return _passed(stage, "copy_files", ("storm", *exchanged), folder, copies)
+    return _passed(stage, "private_copy", ("storm", *exchanged), folder)
 
 
 @attack("9i", f"a checkpoint, {_TRIES} times, while it is exchanged all the time")
