@@ -138,6 +138,15 @@ def _(stage: Stage) -> Verdict:
     return judged(took > 60, f"it took {took:.0f} s", f"{took:.0f} s {said[-150:]}")
 
 
+def _complaints(stage: Stage, longest_s: float, *command: str) -> list[str]:
+    """Run a command on hostile input. Return what is wrong if it crashes or takes too long."""
+    began = time.monotonic()
+    said = stage.so_tui(*command).end(longest_s + 10)
+    took_s = time.monotonic() - began
+    wrong = "Traceback" in said or took_s > longest_s
+    return [f"{' '.join(command)} {took_s:.0f} s: {said[-150:]}"] if wrong else []
+
+
 @attack("n7c", "rows with NaN, big integers, the same key twice, dates far off")
 def _(stage: Stage) -> Verdict:
     folder = stage.scratch / "data"
@@ -281,11 +290,7 @@ def _(stage: Stage) -> Verdict:
                     _put(changed, spot, value)
             path.write_text(json.dumps(changed))
             stage.published(path, stage.other)
-            began = time.monotonic()
-            said = stage.so_tui("plan", "tiny", "--machine", str(path)).end(30)
-            took = time.monotonic() - began
-            if "Traceback" in said or took > 25:
-                bad.append(f"{value:.0e}, {took:.0f} s: {said[-150:]}")
+            bad += _complaints(stage, 25, "plan", "tiny", "--machine", str(path))
     return judged(bad, f"{len(bad)}: {bad[:1]}", "all are planned or refused")
 
 
@@ -330,11 +335,7 @@ def _(stage: Stage) -> Verdict:
     for number, changes in enumerate(given):
         path = stage.preset(stage.scratch / f"p{number}.toml", stage.other, **changes)
         for command in (("plan", str(path)), ("run", str(path), "--dry-run")):
-            began = time.monotonic()
-            said = stage.so_tui(*command).end(40)
-            took = time.monotonic() - began
-            if "Traceback" in said or took > 35:
-                bad.append(f"{str(changes)[:60]} {command[0]} {took:.0f} s: {said[-150:]}")
+            bad += _complaints(stage, 35, *command)
     return judged(bad, f"{len(bad)}: {bad[:2]}", "all are planned or refused")
 
 
@@ -366,12 +367,7 @@ def _(stage: Stage) -> Verdict:
     )
     for number, config in enumerate(given):
         model = stage.model(stage.scratch / f"m{number}", stage.other, **config)
-        command = ("presets", "add", str(model), "--name", f"m{number}")
-        began = time.monotonic()
-        said = stage.so_tui(*command).end(90)
-        took = time.monotonic() - began
-        if "Traceback" in said or took > 80:
-            bad.append(f"{str(config)[:60]} {took:.0f} s: {said[-200:]}")
+        bad += _complaints(stage, 80, "presets", "add", str(model), "--name", f"m{number}")
     return judged(bad, f"{len(bad)}: {bad[:2]}", "all are made or refused")
 
 

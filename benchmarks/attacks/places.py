@@ -70,38 +70,36 @@ def _(stage: Stage) -> Verdict:
     return judged("finished at step 5" in said, "it trained on", last_line(victim))
 
 
-@attack("n13c", "a run made below a folder whose default list lets another user write")
-def _(stage: Stage) -> Verdict:
+def _below_a_default_list(stage: Stage, mode: str, **variables: str) -> str:
+    """Let the owner train in a folder whose default list lets the other user write. Return what of
+    the run the other user may open so (``R_OK`` or ``W_OK``); empty if nothing.
+    """
     runs = stage.owner.home / "runs"
     runs.mkdir()
     stage.owner.give(runs)
     stage.owner.home.chmod(0o711)
     _allow(runs, stage.other.uid, default=True)
     runs.chmod(0o711)
-    stage.train("--runs-dir", str(runs)).end(_COMMAND_S)
-    found = stage.other.python(
-        "import os,sys; print([p for p in sys.argv[1:] if os.access(p, os.R_OK)])",
-        *map(str, runs.rglob("*")),
-    ).stdout.strip()
+    stage.train("--runs-dir", str(runs), **variables).end(_COMMAND_S)
     if not list(runs.rglob("spec.json")):
         raise RuntimeError("there is no run")
-    return judged(found != "[]", f"others read {found[:200]}", "no other user reads or writes it")
+    found = stage.other.python(
+        f"import os,sys; print(*[p for p in sys.argv[1:] if os.access(p, os.{mode})])",
+        *map(str, runs.rglob("*")),
+    )
+    return found.stdout.strip()
+
+
+@attack("n13c", "a run made below a folder whose default list lets another user write")
+def _(stage: Stage) -> Verdict:
+    found = _below_a_default_list(stage, "R_OK")
+    return judged(found, f"others read {found[:200]}", "no other user reads or writes it")
 
 
 @attack("n13d", "the same with SO_TUI_SHARE=group: who is on the list writes")
 def _(stage: Stage) -> Verdict:
-    runs = stage.owner.home / "runs"
-    runs.mkdir()
-    stage.owner.give(runs)
-    stage.owner.home.chmod(0o711)
-    _allow(runs, stage.other.uid, default=True)
-    runs.chmod(0o711)
-    stage.train("--runs-dir", str(runs), SO_TUI_SHARE="group").end(_COMMAND_S)
-    found = stage.other.python(
-        "import os,sys; print([p for p in sys.argv[1:] if os.access(p, os.W_OK)])",
-        *map(str, runs.rglob("*")),
-    ).stdout.strip()
-    return judged(found != "[]", f"others write {found[:200]}", "no other user writes it")
+    found = _below_a_default_list(stage, "W_OK", SO_TUI_SHARE="group")
+    return judged(found, f"others write {found[:200]}", "no other user writes it")
 
 
 _HOLD = """
@@ -441,7 +439,7 @@ def _(stage: Stage) -> Verdict:
     return judged(bad, f"{victim.process.returncode}: {said[-200:]}", said[-200:])
 
 
-@attack("n19b", "weight files that end early, or whose header says so: generate")
+@attack("n19b", "weight files that end early, or whose header says that they do: generate")
 def _(stage: Stage) -> Verdict:
     bad = []
     for number in range(5):

@@ -379,8 +379,9 @@ def stop(arguments: Namespace) -> int:
     if state.state in FINAL_STATES:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
-    with asked_run(run):  # refuses another user's before anything is said
-        saved = ""
+    with asked_run(run):
+        pass  # Another user's run is refused before anything is said of stopping it.
+    saved = ""
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
     else:

@@ -36,7 +36,7 @@ def ensure_supervised(run: RunDirectory, environs: Environs = own_environs) -> b
 
     Args:
         run: Any run.
-        environs: ``own_environs``, cached by whoever asks for many runs.
+        environs: ``own_environs``, cached by a caller that asks for many runs.
     """
     with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
         state = read_state(run)

@@ -175,7 +175,7 @@ def target_of(
     Args:
         spec: Names model, GPUs and cores.
         machine: Where it is to run.
-        workload: Of the data; else what was seen of it, else a probe's of this model, else full
+        workload: The data's; else what was seen of it, else a probe's of this model, else full
             sequences.
         probed: Whether probes of this model on this machine correct predictions.
 

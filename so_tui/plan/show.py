@@ -181,7 +181,7 @@ _PLAIN: dict[str, Any] = {
     "header_style": "bold",
     "show_edge": False,
 }
-"""Of a table with a line below its headings."""
+"""Options of a table with a line below its headings."""
 _BAR_WIDTH = 28
 _NONE = "—"
 _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22

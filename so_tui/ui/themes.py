@@ -9,8 +9,8 @@ all kinds of colour vision tell apart. Tests compute both: contrasts by WCAG 2.2
 and distances between the colours of parts, simulated for protanopia, deuteranopia and tritanopia.
 
 All colours, which ``themes.toml`` lists, sit on the xterm 256-colour cube, so a terminal or
-multiplexer that rounds to 256 colours shows the same picture. Verdicts are told apart by lightness
-and by blue against red, which colour-blind eyes keep; a sign or a word always stands beside them.
+multiplexer that rounds to 256 colours shows the same picture. Verdicts differ in lightness and in
+blue against red, which colour-blind eyes can distinguish, and always come with a sign or a word.
 """
 
 from __future__ import annotations

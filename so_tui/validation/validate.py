@@ -281,8 +281,8 @@ _LOSS_STEP_S = 0.1
 
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of ``parts.toml``: a title, settings beside those of the shape, on how many ranks,
-    bound how.
+    """One run of ``parts.toml``: its title, its settings in addition to those of the shape, the
+    number of ranks and how they are bound.
     """
 
     key: str

@@ -398,8 +398,8 @@ class Host:
         scan, which reads their exit codes.
 
         Args:
-            kept: Pids of children that somebody else collects. One that has ended may let others
-                wait until it is collected.
+            kept: Pids of children that another process collects. One that has ended may let
+                others wait until it is collected.
         """
         known = {self._runner.pid if self._runner else None, *kept}
         known |= {process.pid for process in self.tree.alive}

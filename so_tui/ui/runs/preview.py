@@ -104,8 +104,8 @@ def _table(
     found: Sequence[RunResults],
     width: int,
 ) -> Content:
-    """Return results and the settings that are unlike with a column for each run, as many beside
-    each other as fit into ``width`` cells, and then what is the same in all.
+    """Return results and the settings that are unlike with a column for each run, as many in a
+    row as fit into ``width`` cells, and then the settings that all runs share.
     """
     same = sorted(settings[0].keys() - set(unlike))
     results = [(name, [result_text(one, key) for one in found], 1) for key, name in RESULTS.items()]
