@@ -63,7 +63,8 @@ def wait(_):
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()  # the one that started the helper has ended
-    time.sleep(600)
+    while True:  # a signal just before a long sleep would wait for its end
+        time.sleep(0.1)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a test that nohup started ignores
 held = []

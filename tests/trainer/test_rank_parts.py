@@ -311,7 +311,8 @@ def fail():
 _install_handlers(fail, fail)
 signal.raise_signal(signal.SIGUSR1)
 print("ready", flush=True)
-time.sleep(1000)
+while True:  # a signal just before a long sleep would wait for its end
+    time.sleep(0.1)
 """
 
 
