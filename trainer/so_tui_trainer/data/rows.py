@@ -26,6 +26,8 @@ TOOLS = "tools"
 """Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write
 them.
 """
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys of a turn that hold what an answer thinks, as data sets and templates name them."""
 UNTRAINED = ("weight", 0)
 """Key of an answer that is context."""
 

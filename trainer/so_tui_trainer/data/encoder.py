@@ -1,0 +1,189 @@
+"""Turn conversations into token ids, and say for each token whether it carries loss.
+
+The first token of a document is never a target, and there is no padding yet. A row longer than a
+sequence is truncated; plain text is cut into several documents instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from so_tui.spec.run_spec import LossOn
+from so_tui.units import thousands
+from so_tui_trainer.data.chat import Chat, TemplateError
+from so_tui_trainer.data.documents import Counts
+from so_tui_trainer.data.rows import TEXT, bad_row
+from so_tui_trainer.data.sources import Opened
+from so_tui_trainer.data.spans import Segment, documents_of
+from so_tui_trainer.step_limits import limited
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH_ROWS = 1000
+Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Token ids, and for each whether it is trained; both [tokens]."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns conversations into documents. Can be pickled for other processes."""
+
+    chat: Chat
+    loss: LossOn
+    sequence_length: int
+
+    def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        """Encode conversations.
+
+        Segments are encoded separately, as the prompt is at inference, so that no token spans the
+        border of what is trained. Tokenizers that put a space before every text get the whole text
+        instead; a token that spans the border then counts as the segment that it ends in.
+
+        Args:
+            batch: The segments of each conversation.
+
+        Returns:
+            For each conversation its token ids and flags.
+        """
+        return (
+            self._encode_segments(batch)
+            if _encodes_segments_apart(self.chat.tokenizer)
+            else self._encode_joined(batch)
+        )
+
+    def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = [segment.text for parts in batch for segment in parts]
+        encoded = iter(
+            self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
+        found = []
+        for parts in batch:
+            pieces = list(islice(encoded, len(parts)))
+            flags = np.repeat([part.trained for part in parts], [len(piece) for piece in pieces])
+            found.append(
+                (
+                    np.array([token for piece in pieces for token in piece], dtype=np.int32),
+                    flags.astype(np.bool_),
+                )
+            )
+        return found
+
+    def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = ["".join(segment.text for segment in parts) for parts in batch]
+        encoded = self.chat.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        found = []
+        for parts, ids, spans in zip(
+            batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            ends = np.cumsum([len(part.text) for part in parts])
+            trained = np.array([part.trained for part in parts])
+            # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces
+            # has an empty one, which ends behind it.
+            last = np.array([end - 1 for _, end in spans])
+            segment = np.minimum(np.searchsorted(ends, last, side="right"), len(parts) - 1)
+            found.append((np.array(ids, dtype=np.int32), trained[segment]))
+        return found
+
+    def documents(self, opened: Opened, first: int, last: int) -> Iterator[_Encoded]:
+        """Yield rows ``first`` to ``last`` (exclusive) of a source, each with the documents it
+        became; none if it was dropped.
+
+        Raises:
+            InputError: A row cannot be read.
+        """
+        leading = leading_ids(self.chat.tokenizer)
+        for start in range(first, last, _BATCH_ROWS):
+            end, source = min(start + _BATCH_ROWS, last), opened.source.source
+            rows = f"rows {thousands(start + 1)} to {thousands(end)} of {source}"
+            with limited(rows):
+                batch = list(opened.conversations(start, end))
+            parts = []
+            for number, conversation in enumerate(batch, start + 1):
+                try:
+                    with limited(f"row {thousands(number)} of {source}"):
+                        parts.append(_segments(self.chat, conversation, self.loss))
+                except TemplateError as error:
+                    raise bad_row(
+                        "data-row-template",
+                        source,
+                        number,
+                        f"the chat template rejects it: {error}",
+                    ) from error
+            with limited(rows, sum(len(part.text) for pieces in parts for part in pieces)):
+                encoded = self.encode(parts)
+            for number, (conversation, tokens) in enumerate(
+                zip(batch, encoded, strict=True), start + 1
+            ):
+                bare = bool(conversation) and conversation[0].role == TEXT
+                yield self._fit(
+                    number, leading if bare or not self.chat.templated else [], tokens, bare=bare
+                )
+
+    def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
+        """Cut a row to sequences, and drop what follows the last trained token, since no token
+        learns from it.
+        """
+        limit = self.sequence_length
+        ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
+        trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))
+        ids, trained = ids[: _end(trained)], trained[: _end(trained)]
+        pieces = [
+            (ids[at : at + limit], trained[at : at + limit].copy())
+            for at in range(0, len(ids), limit)
+        ]
+        documents = []
+        for piece, flags in pieces if bare else pieces[:1]:
+            if len(flags):
+                flags[0] = False
+            if end := _end(flags):
+                documents.append((piece[:end], flags[:end]))
+        longer = len(ids) > limit
+        dropped = not documents
+        counts = Counts(
+            1,
+            truncated=int(longer and not bare and not dropped),
+            dropped=int(dropped),
+            dropped_too_long=int(longer and dropped),
+            cut=int(len(documents) > 1),
+        )
+        return _Encoded(row, documents, counts)
+
+
+class _Encoded(NamedTuple):
+    """A row and the documents it became."""
+
+    row: int
+    """From 1."""
+    documents: list[Tokens]
+    counts: Counts
+
+
+def _end(flags: npt.NDArray[np.bool_]) -> int:
+    """Return the index after the last true flag; 0 without one."""
+    found = np.flatnonzero(flags)
+    return int(found[-1]) + 1 if len(found) else 0
+
+
+def _encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether segments that are encoded separately give the same ids as the whole text."""
+    one, other, both = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb")
+    )
+    return bool([*one, *other] == both) or not tokenizer.is_fast
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the tokenizer itself puts before a text: a BOS token, or none."""
+    first = tokenizer("a")["input_ids"][:1]
+    return first if first and first[0] == tokenizer.bos_token_id else []

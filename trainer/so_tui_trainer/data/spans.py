@@ -1,0 +1,425 @@
+"""Which tokens of a conversation are trained, and in what context, proven for each answer.
+
+The context P of an answer is what a server would ask the model with: the turns before it and the
+generation prompt. The answer A is what the model is to write then: reasoning, text, calls, and the
+token that stops generation. Where the template writes the whole conversation as one text in which
+each answer stands behind its context, that text is one document. Otherwise each answer becomes a
+document of its own, or is context. What the data have and the template leaves out is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from so_tui_trainer.data.chat import Chat, TemplateError
+from so_tui.spec.run_spec import LossOn
+from so_tui_trainer.data.rows import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
+
+Kind = Literal[
+    "system-dropped",
+    "tools-dropped",
+    "results-dropped",
+    "calls-dropped",
+    "text-dropped",
+    "reasoning-dropped",
+    "reasoning-composed",
+    "turns-split",
+    "turns-context",
+]
+"""What a template leaves out, or what was done where it writes a turn in another form."""
+
+
+class Segment(NamedTuple):
+    """A piece of text, and whether its tokens carry loss."""
+
+    text: str
+    trained: bool
+
+
+class Written(NamedTuple):
+    """A conversation as documents."""
+
+    documents: list[list[Segment]]
+    kinds: frozenset[Kind] = frozenset()
+    unproven: str = ""
+    """Why an answer could not be proven; it is context then."""
+
+
+class _Answer(NamedTuple):
+    prompt: str
+    text: str
+    """What the model writes."""
+    stop: int
+    """Length of ``text`` without the token that stops generation."""
+    kinds: frozenset[Kind]
+
+
+class _Unproven(Exception):
+    """An answer whose tokens are not certain."""
+
+
+# What a turn consists of.
+
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_OPENED = re.compile(r"<think>\s*$")
+_EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
+
+
+def reasoning_of(message: Message) -> str:
+    """Return what an answer thinks, from a key of its own or from the start of its content."""
+    for name, value in message.extra:
+        if name in REASONING_KEYS and isinstance(value, str) and value.strip():
+            return value
+    thought = _THOUGHT.match(message.content)
+    return thought[1] if thought else ""
+
+
+def text_of(message: Message) -> str:
+    """Return what a turn says, without a thought at the start of its content."""
+    thought = _THOUGHT.match(message.content) if message.role == "assistant" else None
+    return message.content[thought.end() :] if thought else message.content
+
+
+def calls_of(message: Message) -> list[Any]:
+    """Return the tools that a turn calls."""
+    return next((value for name, value in message.extra if name == "tool_calls"), None) or []
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys and plain values of a call's arguments."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+def _call_parts(call: Any) -> Iterator[Any]:
+    """Yield the name of a called tool, and what its arguments consist of."""
+    if isinstance(call, str):
+        yield call
+    if isinstance(call, Mapping):
+        function = call.get("function", call)
+        if isinstance(function, Mapping):
+            yield function.get("name", "")
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except (ValueError, RecursionError):
+                    pass
+            yield from _leaves(arguments if arguments is not None else {})
+
+
+def _forms(value: Any) -> Iterator[str]:
+    """Yield the ways in which templates write a value."""
+    if isinstance(value, str):
+        yield value.strip()
+        yield json.dumps(value, ensure_ascii=False)[1:-1]
+        escaped = json.dumps(value)[1:-1]
+        yield escaped
+        for sign in "<>&'":  # as Jinja's own filter writes JSON
+            escaped = escaped.replace(sign, f"\\u{ord(sign):04x}")
+        yield escaped
+        yield repr(value)[1:-1]
+    else:
+        yield json.dumps(value)
+        yield str(value)
+
+
+def _has(text: str, value: Any) -> bool:
+    return any(form in text for form in _forms(value))
+
+
+def _has_calls(text: str, message: Message) -> bool:
+    """Return whether all calls of a turn are in a text, equal ones as often as they are made."""
+    calls = calls_of(message)
+    names = [next(iter(_call_parts(call)), "") for call in calls]
+    return all(text.count(str(name)) >= names.count(name) for name in names) and all(
+        _has(text, part) for call in calls for part in _call_parts(call)
+    )
+
+
+def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
+    """Return what the turns before an answer have and its context does not."""
+    found: set[Kind] = set()
+    at = 0
+    for message in before:
+        said = text_of(message).strip()
+        if message.role == TOOLS:
+            tools = dict(message.extra)[TOOLS]
+            if not all(_has(prompt, next(iter(_call_parts(tool)), "")) for tool in tools):
+                found.add("tools-dropped")
+            continue
+        if message.role in ("system", "developer"):
+            if said and not _has(prompt, said):
+                found.add("system-dropped")
+            continue
+        place = next((place for form in _forms(said) if (place := prompt.find(form, at)) >= 0), -1)
+        if said and place < 0:
+            if message.role == "tool":
+                found.add("results-dropped")
+            elif message.role == "assistant" and calls_of(message):
+                found.add("text-dropped")
+            else:
+                raise _Unproven(
+                    f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
+                )
+        if not calls_of(
+            message
+        ):  # templates may write what is said beside a call behind its result
+            at = max(at, place)
+        if calls_of(message) and not _has_calls(prompt, message):
+            found.add("calls-dropped")
+    return found
+
+
+# Proof.
+
+
+class _Row:
+    """A conversation that is being written."""
+
+    def __init__(self, chat: Chat, conversation: Conversation) -> None:
+        self.chat, self.turns = chat, conversation
+        self._rendered: dict[tuple[int, bool, bool], str] = {}
+
+    def render(self, turns: int, *, ask: bool, thinks: bool) -> str:
+        """Render the first turns."""
+        key = turns, ask, thinks
+        if key not in self._rendered:
+            self._rendered[key] = self.chat.render(self.turns[:turns], ask=ask, thinks=thinks)
+        return self._rendered[key]
+
+    def answer(self, index: int) -> _Answer:
+        """Return the context of an answer, and what the model writes there.
+
+        Raises:
+            TemplateError: The template rejects the turns.
+            _Unproven: What the model would write is not certain.
+        """
+        turn, chat = self.turns[index], self.chat
+        reasoning = reasoning_of(turn).strip()
+        thinks = bool(reasoning)
+        prompt = self.render(index, ask=True, thinks=thinks)
+        kinds = _left_out(chat, self.turns[:index], prompt)
+        tail, stop = self._tail(index, prompt, thinks=thinks)
+        said = tail[:stop]
+        if reasoning and not _has(said, reasoning):
+            composed = _with_reasoning(prompt, said, reasoning)
+            kinds.add("reasoning-composed" if composed else "reasoning-dropped")
+            said = composed or said
+        text = text_of(turn).strip()
+        if text and not _has(said, text):
+            if not calls_of(turn):
+                raise _Unproven("the template leaves out what the assistant says")
+            kinds.add("text-dropped")
+        if not _has_calls(said, turn):
+            raise _Unproven("the template leaves out a call of a tool, or its arguments")
+        return _Answer(prompt, said + tail[stop:], len(said), frozenset(kinds))
+
+    def _tail(self, index: int, prompt: str, *, thinks: bool) -> tuple[str, int]:
+        """Return what the template writes behind the context of a turn that is the last, up to and
+        with its stop token, and the length without it.
+        """
+        whole = self.render(index + 1, ask=False, thinks=thinks)
+        found = _behind(prompt, whole)
+        if found is None:
+            # The context is written in another form than the model is asked with: the system's
+            # text moves along, or earlier analysis goes. What the turn itself consists of shows
+            # where nothing stands before it but a question.
+            short = [turn for turn in self.turns[:index] if turn.role == TOOLS]
+            short.append(Message("user", "?"))
+            asked = self.chat.render(short, ask=True, thinks=thinks)
+            found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
+        if found is None:
+            raise _Unproven("the template writes it in another form than it asks with")
+        tail, stop = self._closed(index, found, thinks=thinks)
+        if (opened := _OPENED.search(prompt)) and "</think>" not in tail[:stop]:
+            closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
+            return closing + tail, stop + len(closing)
+        return tail, stop
+
+    def _closed(self, index: int, tail: str, *, thinks: bool) -> tuple[str, int]:
+        """Return a turn with its stop token, and the length without it."""
+        chat = self.chat
+        tail = tail.removesuffix(chat.after)
+        body = tail.rstrip()
+        stops = chat.stops_at_end(body)
+        if not chat.open and stops:
+            tokens = chat.specials.findall(stops)
+            if len(set(tokens)) < len(tokens):
+                raise _Unproven(f"the template ends an answer with {stops}")
+            return body, len(body) - len(stops)
+        stop = chat.called if calls_of(self.turns[index]) else chat.stop
+        return tail + stop, len(tail)
+
+
+def _behind(prompt: str, whole: str) -> str | None:
+    """Return what a text has behind a prompt, or behind it but for the thought that it opens."""
+    opened = _OPENED.search(prompt)
+    for beginning in (prompt, prompt[: opened.start()] if opened else prompt):
+        if whole.startswith(beginning):
+            return whole.removeprefix(beginning)
+    return None
+
+
+def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
+    """Return an answer with the reasoning that the template leaves out, in the form in which
+    inference produces it; empty where the template shows no such form.
+    """
+    reasoning = reasoning.strip()
+    if prompt.rstrip().endswith("<think>"):
+        before, closing, text = said.partition("</think>")
+        if closing and not before.strip():
+            return f"{reasoning}{before or chr(10)}{closing}{text}"
+        return ""
+    if empty := _EMPTY_THOUGHT.search(said):
+        space = "\n" if "\n" in empty[1] else ""
+        return (
+            f"{said[: empty.start()]}<think>{space}{reasoning}{space}</think>{said[empty.end() :]}"
+        )
+    return ""
+
+
+def written(
+    chat: Chat, conversation: Conversation, answers: Sequence[int], *, split: bool
+) -> Written:
+    """Write a conversation as documents.
+
+    Args:
+        chat: The tokenizer's way of writing conversations; it has a template.
+        conversation: The turns.
+        answers: Indices of the turns to train.
+        split: Whether an answer that the template writes in another form once it is earlier
+            becomes a document of its own; otherwise it is context.
+
+    Raises:
+        TemplateError: The template rejects the conversation.
+    """
+    row = _Row(chat, conversation)
+    kinds: set[Kind] = set()
+    unproven = ""
+    proven: dict[int, _Answer] = {}
+    for index in answers:
+        try:
+            proven[index] = row.answer(index)
+            kinds |= proven[index].kinds
+        except _Unproven as error:
+            unproven = unproven or f"message {index + 1}: {error}"
+    if not proven:
+        return Written([], frozenset(kinds), unproven)
+    last = max(proven)
+    final = proven[last]
+    whole = final.prompt + final.text
+    documents = []
+    marks: list[tuple[int, int]] = []
+    for index, answer in proven.items():
+        start, end = len(answer.prompt), len(answer.prompt) + len(answer.text)
+        same = whole.startswith(answer.prompt)
+        if index == last or (same and whole.startswith(answer.text, start)):
+            marks.append((start, end))
+        elif (
+            same
+            and whole.startswith(answer.text[: answer.stop], start)
+            and chat.stops_at(whole, start + answer.stop)
+        ):
+            # An earlier turn ends with another token than the last one, which does not stop the
+            # model: it is context.
+            marks.append((start, start + answer.stop))
+        elif split:
+            documents.append([Segment(answer.prompt, False), Segment(answer.text, True)])
+            kinds.add("turns-split")
+        else:
+            kinds.add("turns-context")
+    segments, position = [], 0
+    for start, end in marks:
+        segments += [Segment(whole[position:start], False), Segment(whole[start:end], True)]
+        position = end
+    return Written([*documents, segments], frozenset(kinds), unproven)
+
+
+# The whole of a row, also without a template.
+
+_ANSWER_HEADING = "### Response:\n"
+"""Of the Alpaca layout."""
+
+
+def documents_of(
+    chat: Chat, conversation: Conversation, loss: LossOn = "assistant", *, split: bool = True
+) -> Written:
+    """Write a row as documents, cut where training starts and stops; none without an answer.
+
+    Args:
+        chat: The tokenizer's way of writing conversations.
+        conversation: The messages.
+        loss: The value of ``data.loss``.
+        split: The value of ``data.split_turns``.
+
+    Raises:
+        TemplateError: The template rejects the conversation.
+    """
+    conversation = tuple(
+        _without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message
+        for message in conversation
+    )
+    answers = [index for index, message in enumerate(conversation) if message.answers]
+    if loss == "last-turn":
+        answers = answers[-1:]
+    if not answers:
+        return Written([])
+    if conversation[0].role == TEXT:
+        return Written([[Segment(conversation[0].content + chat.end, True)]])
+    if not chat.templated:
+        parts = _alpaca(chat, conversation, frozenset(answers))
+        found = Written([parts])
+    else:
+        found = written(chat, conversation, answers, split=split)
+    if loss == "all":
+        return found._replace(
+            documents=[
+                [Segment("".join(part.text for part in parts), any(part.trained for part in parts))]
+                for parts in found.documents
+            ]
+        )
+    return found
+
+
+def question(chat: Chat, conversation: Conversation) -> str:
+    """Return a conversation as the text that a model is to continue with its next answer.
+
+    Raises:
+        TemplateError: The template rejects the conversation.
+    """
+    if chat.templated:
+        return chat.render(conversation, ask=True)
+    return "".join(part.text for part in _alpaca(chat, conversation, frozenset())) + _ANSWER_HEADING
+
+
+def _without_stop_token(chat: Chat, message: Message) -> Message:
+    """Remove a stop token that the data already have, so that it is not trained twice."""
+    said = message.content.rstrip()
+    ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
+    return message._replace(content=said.removesuffix(ending)) if ending else message
+
+
+def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:
+    parts = []
+    for index, message in enumerate(conversation):
+        if message.role == "assistant":
+            said = index in answers and bool(message.content.strip())
+            parts += [Segment(_ANSWER_HEADING, False), Segment(message.content + chat.end, said)]
+            if index + 1 < len(conversation):
+                parts.append(Segment("\n\n", False))
+        elif message.role in ("system", "developer"):
+            parts.append(Segment(f"{message.content}\n\n", False))
+        elif message.role != TOOLS:
+            parts.append(Segment(f"### Instruction:\n{message.content}\n\n", False))
+    return parts
