@@ -125,6 +125,28 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     assert node.file_cache_bytes == 2 * MIB
 
 
+@pytest.mark.parametrize("digits", ["9" * 20, "9" * 5000, "\N{SUPERSCRIPT TWO}"])
+def test_numbers_that_no_kernel_writes_are_left_out(tmp_path: Path, digits: str) -> None:
+    node = "/sys/devices/system/node/node0"
+    files = {
+        "/sys/devices/system/cpu/online": "0-3\n",
+        "/proc/meminfo": f"MemTotal: {digits} kB\nMemFree: 1048576 kB\n",
+        "/proc/cpuinfo": f"processor : {digits}\n",
+        f"{node}/meminfo": f"Node 0 MemTotal: {digits} kB\nNode 0 MemFree: 1024 kB\n",
+        f"{node}/cpulist": "0-3\n",
+        f"{node}/distance": f"10 {digits}\n",
+        "/proc/self/cgroup": "0::/job\n",
+        "/sys/fs/cgroup/job/cpu.max": f"{digits} 100000\n",
+        "/sys/fs/cgroup/job/memory.max": digits,
+        "/sys/fs/cgroup/job/memory.current": "4096",
+        "/sys/fs/cgroup/job/memory.stat": f"active_file {digits}\n",
+        "/sys/devices/system/node/node\N{SUPERSCRIPT TWO}/cpulist": "0",
+    }
+    machine = inspect_machine(hosts.build_files(files, tmp_path))
+    assert msgspec.json.encode(machine)
+    assert machine.online_cpus == (0, 1, 2, 3)
+
+
 def test_totals_that_disagree_with_the_nodes() -> None:
     """One that includes GPU memory is noted; nodes whose accounting lags are corrected."""
     both = f"MemTotal: {(490037 + 97280) * 1024} kB\n"
