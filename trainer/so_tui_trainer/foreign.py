@@ -47,6 +47,8 @@ _COPIED = (
 _LEFT_OUT = ("original", "metal", "onnx", "__pycache__")
 _MOST_FILES = 1000
 _LARGEST_BYTES = 256 << 20
+MOST_FILES = 10_000
+"""Files and folders in a folder of data."""
 
 
 def is_own(path: Path) -> bool:
@@ -200,37 +202,54 @@ def open_within(folder: Folder, name: str) -> int:
 
 def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
     """Return values that change whenever a file or folder of a source of data is exchanged: its
-    own, those in it, and those above it that belong to others.
+    own, those in it, and those to which links lead and above it that belong to others. Of a folder
+    that only this user can change, values of what belongs to others.
 
     Raises:
         InputError: A link there is another user's and leads to a third user's files
-            (``data-link-leads-out``).
+            (``data-link-leads-out``), or there are too many files (``data-too-many-files``).
         OSError: Something went meanwhile, or cannot be entered.
     """
-    source, trusted = source.absolute(), (os.geteuid(), 0)
-    left, folders, seen = [*source.parents, source], set[tuple[int, int]](), set()
+    source, trusted, own = source.absolute(), (os.geteuid(), 0), is_own(source)
+    left = [*((above, False) for above in source.parents), (source, True)]
+    folders, elsewhere, count = set[tuple[int, int]](), set[Path](), 0
+    seen = set[tuple[Path, int, int, int, int]]()
     while left:
-        path = left.pop()
-        link, inside = path.lstat(), path.is_relative_to(source)
+        path, inside = left.pop()
+        count += inside
+        if count > MOST_FILES:
+            raise reject(
+                "data-too-many-files",
+                "data.source",
+                str(source),
+                f"has more than {thousands(MOST_FILES)} files and folders",
+                "Join its files to fewer, or name a folder in it.",
+            )
+        link = path.lstat()
         try:
             found = path.stat()
         except OSError:  # it leads nowhere
             continue
         is_theirs = link.st_uid not in trusted
-        if stat.S_ISLNK(link.st_mode) and is_theirs and found.st_uid != link.st_uid:
-            raise reject(
-                "data-link-leads-out",
-                "data.source",
-                str(source),
-                f"{path} is another user's link to files of a third user",
-                "Copy what you want to train on into a folder of your own.",
-            )
-        if inside or is_theirs:
+        if stat.S_ISLNK(link.st_mode):
+            if is_theirs and found.st_uid != link.st_uid:
+                raise reject(
+                    "data-link-leads-out",
+                    "data.source",
+                    str(source),
+                    f"{path} is another user's link to files of a third user",
+                    "Copy what you want to train on into a folder of your own.",
+                )
+            target = path.parent / os.readlink(path)
+            further = {target, *target.parents} - elsewhere
+            elsewhere |= further
+            left += ((part, False) for part in further)
+        if is_theirs or (inside and not own):
             seen.add((path, link.st_ino, link.st_ctime_ns, found.st_ino, found.st_ctime_ns))
         place = (found.st_dev, found.st_ino)
         if inside and stat.S_ISDIR(found.st_mode) and place not in folders:
             folders.add(place)
-            left += path.iterdir()
+            left += ((part, True) for part in path.iterdir())
     return seen
 
 
