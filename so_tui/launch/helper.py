@@ -157,7 +157,8 @@ class ToolProcess:
         """Yield the answers as they come, until the helper ends.
 
         Raises:
-            InputError: The helper reports problems that the user can fix (exit code 2).
+            InputError: The helper reports problems that the user can fix (exit code 2), took more
+                than it may, or mapped a file that was cut short (``helper-file-cut``).
             Refused: The training software is not installed (code ``software-missing``).
             ToolError: Any other failure, with the last lines that the helper wrote to stderr.
         """
@@ -182,6 +183,16 @@ class ToolProcess:
                 "row_s",
                 self._limits.row_s,
                 "took more CPU time than a row or a file may",
+            )
+        if code == -signal.SIGBUS:
+            raise reject(
+                "helper-file-cut",
+                self._doing,
+                "",
+                "could not be read to its end: the file was cut short meanwhile, or its disk or "
+                "/dev/shm failed or is full",
+                "Try again while no one writes there, from a complete copy in a folder of your "
+                "own if others could.",
             )
         if problems:
             found = msgspec.convert(problems, list[Problem])

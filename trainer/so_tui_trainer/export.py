@@ -256,16 +256,15 @@ def _generation_config(
     """Return the model's generation settings, with the token that ends an answer of the data as a
     further stop token.
 
-    Contradictory settings, which transformers refuses to write, are left out.
+    Contradictory settings, which transformers refuses to write, are left out, and those that it
+    cannot use.
     """
     from transformers import GenerationConfig
 
     found = GenerationConfig.from_model_config(config)
-    if model.weights == "pretrained":
-        with suppress(OSError):  # The model may have none.
-            found = GenerationConfig.from_pretrained(
-                resolve_source(model.id), revision=model.revision
-            )
+    with suppress(InputError):
+        if model.weights == "pretrained":
+            found = _generation_settings(resolve_source(model.id), model.revision) or found
     try:
         found.validate(strict=True)
     except ValueError:
@@ -279,6 +278,28 @@ def _generation_config(
     ids = [number for number in ends if number is not None]
     found.eos_token_id = ids if len(ids) > 1 else ids[0]
     return found
+
+
+def _generation_settings(source: str, revision: str) -> GenerationConfig | None:
+    """Return the generation settings that come with a model; None if it has none.
+
+    Raises:
+        InputError: They cannot be used (``generation-config-unreadable``).
+    """
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        return None
+    except Exception as error:  # whatever its values lead transformers to
+        raise reject(
+            "generation-config-unreadable",
+            "model",
+            source,
+            f"has a generation_config.json that cannot be used ({first_line(error)})",
+            "Correct or remove that file; a copy of the model's folder may be without it.",
+        ) from error
 
 
 def target_of(text: str | Path) -> Path:
@@ -432,6 +453,7 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
         causal: PreTrainedModel = type(meta).from_pretrained(
             folder,
             config=meta.config,
+            generation_config=_generation_settings(str(folder), model.revision),
             dtype=torch.bfloat16,
             attn_implementation=DEFAULT_ATTENTION,
             use_safetensors=True,

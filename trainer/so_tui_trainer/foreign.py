@@ -240,7 +240,7 @@ def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
                     f"{path} is another user's link to files of a third user",
                     "Copy what you want to train on into a folder of your own.",
                 )
-            target = path.parent / os.readlink(path)
+            target = path.parent / path.readlink()
             further = {target, *target.parents} - elsewhere
             elsewhere |= further
             left += ((part, False) for part in further)
