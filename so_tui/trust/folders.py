@@ -194,7 +194,13 @@ def _others_can_rename(descriptor: int, owner: int) -> bool:
 
 
 # Folders that so-tui makes. Nobody else can open them, whatever the umask is, unless the user
-# shares runs.
+# shares runs. Each may be a link of this user to another place.
+
+
+def _followed(path: Path) -> Path:
+    """Return where a link of this user or root leads; any other path as it is."""
+    is_link = path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0)
+    return Path(os.path.realpath(path)) if is_link else path
 
 
 def private_folder(path: Path) -> Path:
@@ -205,13 +211,13 @@ def private_folder(path: Path) -> Path:
     private, too.
 
     Raises:
-        NotOwnError: Something else has the name: a link, another user's folder, or one that others
-            can write.
+        NotOwnError: Something else has the name: a file, another user's link or folder, or one
+            that others can write.
         OSError: It cannot be made.
     """
     make_folders(path)
     try:
-        folder = open_named(path)
+        folder = open_named(_followed(path))
     except NotADirectoryError as error:
         raise NotOwnError(path, Distrust.WRONG_KIND) from error
     with folder:
@@ -335,7 +341,7 @@ def close_to_group(path: Path) -> None:
     Raises:
         OSError: There is no such folder, or it cannot be changed.
     """
-    with open_named(path) as folder:
+    with open_named(_followed(path)) as folder:
         mode = os.fstat(folder.descriptor).st_mode
         if folder.distrust is Distrust.OTHERS_CAN_WRITE and not mode & stat.S_IWOTH:
             folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
