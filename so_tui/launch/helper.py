@@ -214,12 +214,14 @@ class ToolProcess:
         """Return the problem of a helper that could not say what is wrong."""
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         said = lines[-1] if lines else "it wrote nothing"
-        field = f"tools.{self._name}"
-        message = f"failed ({how}) at {self._doing}: {said}"
-        remedy = _REMEDY
-        if code == -signal.SIGKILL:
-            remedy = f"The system ends processes if memory runs out: free some. {_REMEDY}"
-        return Problem("helper-failed", field, "", message, remedy)
+        killed = "The system ends processes if memory runs out: free some. "
+        return Problem(
+            "helper-failed",
+            f"tools.{self._name}",
+            "",
+            f"failed ({how}) at {self._doing}: {said}",
+            f"{killed if code == -signal.SIGKILL else ''}{_REMEDY}",
+        )
 
     def _look(self) -> None:
         """End the helper when it is cancelled, is late, or takes more than it may."""
@@ -228,8 +230,10 @@ class ToolProcess:
             late = time.monotonic() > ends_at
             if late or self._cancel.is_set():
                 if late:
-                    words = f"gave no answer within {self._timeout_s:,.0f} s"
-                    self._failure = ToolError(f"so_tui_trainer.tools.{self._name} {words}")
+                    self._failure = ToolError(
+                        f"so_tui_trainer.tools.{self._name} gave no answer within "
+                        f"{self._timeout_s:,.0f} s"
+                    )
                 self.end()
                 return
             taken, allowed = taken_bytes(self._process.pid, self._limits)
@@ -356,13 +360,12 @@ def _environment() -> dict[str, str]:
         **code_folders(os.environ),
     }
     try:
-        environment |= make_code_folders(environment)
+        return environment | make_code_folders(environment)
     except OSError as error:
         raise ToolError(
             f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
             "folder that only you can write, in folders in which only you can rename"
         ) from error
-    return environment
 
 
 def _decoded(name: str, text: str) -> Tree:

@@ -302,8 +302,8 @@ def _without_others_trust(tree: Tree, path: Path) -> tuple[Problem, ...]:
                 "option-not-own",
                 "slurm.options",
                 shown(option),
-                "is no option that a file may set which others own or can write",
-                "Copy the file, read it, and use the copy; or give the option with --set.",
+                "cannot be set by a file that others own or can write",
+                "Copy the file, read it, and use the copy.",
                 file=str(path),
             )
     if not isinstance(model, dict) or not model.pop("trust_remote_code", False):

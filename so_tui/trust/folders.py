@@ -64,11 +64,6 @@ class Folder:
         """Why it is not this user's own; None if it is. Others may be able to read it."""
         return distrust_of(self.descriptor, stat.S_IFDIR)
 
-    @property
-    def owner(self) -> int:
-        """The user id of its owner."""
-        return os.fstat(self.descriptor).st_uid
-
     def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
         """Yield what is not this user's own of something in it, and of everything below that. What
         goes meanwhile is left out, but not the thing itself, which counts as missing.
@@ -345,8 +340,10 @@ def close_to_group(path: Path) -> None:
         mode = os.fstat(folder.descriptor).st_mode
         if folder.distrust is Distrust.OTHERS_CAN_WRITE and not mode & stat.S_IWOTH:
             folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
-            name = printable_line(str(path))
-            _LOG.warning("so-tui: the group of %s could write in it; not any more", name)
+            _LOG.warning(
+                "so-tui: the group of %s could write in it; not any more",
+                printable_line(str(path)),
+            )
 
 
 def umask_of(folder: Path) -> int:
