@@ -229,7 +229,7 @@ def writable(wanted: Path, field: str) -> Path:
                 "link-of-others",
                 field,
                 str(wanted),
-                f"{error.path} is another user's link, which leads to a folder of yours",
+                f"{error.path} is another user's link and leads to a folder of yours",
                 f"Name the folder itself: {folder.resolve()}.",
             ) from error
     return folder

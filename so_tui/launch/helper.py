@@ -213,14 +213,14 @@ class ToolProcess:
     def _death(self, code: int, lines: list[str]) -> Problem:
         """Return the problem of a helper that could not say what is wrong."""
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        said = lines[-1] if lines else "it wrote nothing"
-        killed = "The system ends processes if memory runs out: free some. "
         return Problem(
             "helper-failed",
             f"tools.{self._name}",
             "",
-            f"failed ({how}) at {self._doing}: {said}",
-            f"{killed if code == -signal.SIGKILL else ''}{_REMEDY}",
+            f"failed ({how}) at {self._doing}: {lines[-1] if lines else 'it wrote nothing'}",
+            f"The system ends processes if memory runs out: free some. {_REMEDY}"
+            if code == -signal.SIGKILL
+            else _REMEDY,
         )
 
     def _look(self) -> None:

@@ -217,8 +217,8 @@ for path in sys.argv[1:]:
 def test_a_link_of_others_to_a_folder_of_ones_own_is_not_written_through(
     machine: SharedMachine,
 ) -> None:
-    """It would put runs, checkpoints and exports where the link's owner wants them. Links of one's
-    own, and of others to their own folders, as projects have them, are followed.
+    """The link's owner would choose where runs, checkpoints and exports go. Links of this user, and
+    links of others to their own folders, as projects have them, are followed.
     """
     mine, theirs = machine.owner.home / "mine", machine.scratch / "theirs"
     mine.mkdir()

@@ -194,17 +194,16 @@ def open_within(folder: Folder, name: str) -> int:
         target = os.readlink(name, dir_fd=folder.descriptor)
         descriptor = folder.open(os.path.normpath(Path(name).parent / target))
     found = os.fstat(descriptor)
-    owners = (os.fstat(folder.descriptor).st_uid, 0)
-    if found.st_uid not in owners and found.st_nlink > 1:
+    if found.st_uid not in (os.fstat(folder.descriptor).st_uid, 0) and found.st_nlink > 1:
         os.close(descriptor)
         raise UnfitFileError(folder.path / name, "not-a-file", 0)
     return descriptor
 
 
 def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
-    """Return values that change whenever a file or folder of a source of data is exchanged: its
-    own, those in it, and those to which links lead and above it that belong to others. Of a folder
-    that only this user can change, values of what belongs to others.
+    """Return values that change whenever a file or folder of a source of data is exchanged: the
+    source, what is in it, and what belongs to others above it or where its links lead. If only this
+    user can change the source, they are those of what belongs to others.
 
     Raises:
         InputError: A link there is another user's and leads to a third user's files

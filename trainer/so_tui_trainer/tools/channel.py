@@ -80,8 +80,13 @@ def _problem(error: BaseException) -> Problem:
     """Return the problem of an error that names none itself."""
     where = next(iter(getattr(error, "__notes__", ())), f"tools.{Path(sys.argv[0]).stem}")
     if isinstance(error, SoTuiError | OffloadError):
-        name = error.code if isinstance(error, OffloadError) and error.code else "error"
-        return Problem(name, where, "", str(error).removesuffix("."), "")
+        return Problem(
+            (isinstance(error, OffloadError) and error.code) or "error",
+            where,
+            "",
+            str(error).removesuffix("."),
+            "",
+        )
     if isinstance(error, MemoryError) or any(words in str(error) for words in ALLOCATION_FAILED):
         return Problem(
             "helper-out-of-memory",
@@ -224,13 +229,14 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     if found is None:
         if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
             raise InputError([missing])
-        command = so_tui_command("resume", run.name, "--set", "checkpoint.at_end=true")
         raise reject(
             "checkpoint-missing",
             "run",
             run.name,
             "has no checkpoint yet",
             "It saves one on stop, every `checkpoint.every_steps` or `every_minutes`, and at its "
-            f"end. If it has ended without: `{command}`, and more `train.steps` if it finished.",
+            f"end. If it has ended without: "
+            f"`{so_tui_command('resume', run.name, '--set', 'checkpoint.at_end=true')}`, and more "
+            "`train.steps` if it finished.",
         )
     return found
