@@ -35,7 +35,7 @@ def trust(arguments: Namespace) -> int:
                 "is not among what you trust",
                 "`so-tui trust` lists that.",
             )
-        print(printable_line(f"the code of {source} does not run any more"))
+        print(printable_line(f"no longer trusted: {source}"))
         return 0
     from so_tui.launch.helper_jobs import code_of
 
@@ -47,7 +47,7 @@ def trust(arguments: Namespace) -> int:
         files = some(code.files) or "no Python code"
         print(printable_line(f"trusted: {code.name} (SHA-256 {code.hash}: {files})"))
     elif not _can_ask() or not _asked((code,)):
-        raise code.refusal("SOURCE")
+        raise code.refusal("SOURCE", "--yes")
     return 0
 
 

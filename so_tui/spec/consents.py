@@ -60,19 +60,22 @@ class Code(Struct, frozen=True, kw_only=True):
         return (
             f"{self.name} comes with Python code, which would run with your rights.",
             f"files: {some(self.files)}",
-            f"copied, to be read, to {self.folder}",
+            f"Read this copy of it: {self.folder}",
             f"SHA-256 {self.hash}",
         )
 
-    def refusal(self, field: str) -> InputError:
-        """Return the error of code that was not allowed."""
+    def refusal(self, field: str, *options: str) -> InputError:
+        """Return the error of code that was not allowed. Its remedy is ``so-tui trust`` with these
+        options.
+        """
         return reject(
             NOT_TRUSTED,
             field,
             self.name,
             f"comes with Python code that you have not allowed to run, or that has changed since "
             f"(SHA-256 {self.hash}: {some(self.files)})",
-            f"Read it in {self.folder}. If you trust it: {so_tui_command('trust', self.name)}",
+            f"Read it in {self.folder}. If you trust it: "
+            f"{so_tui_command('trust', self.name, *options)}",
         )
 
 

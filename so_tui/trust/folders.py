@@ -340,7 +340,7 @@ def close_to_group(path: Path) -> None:
         if folder.distrust is Distrust.OTHERS_CAN_WRITE and not mode & stat.S_IWOTH:
             folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
             name = printable_line(str(path))
-            _LOG.warning("so-tui: the group of %s could write in it; not any more", name)
+            _LOG.warning("so-tui: took from the group the right to write in %s", name)
 
 
 def umask_of(folder: Path) -> int:

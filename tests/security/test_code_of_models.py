@@ -153,7 +153,8 @@ def test_the_command_allows_lists_and_revokes(
     model: ModelSpec, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trust", model.id]) == 2  # no terminal to ask on
-    assert "so-tui trust" in capsys.readouterr().err
+    assert "read it in" in (said := capsys.readouterr().err).lower()
+    assert said.endswith(f"so-tui trust {model.id} --yes\n")
     assert main(["trust", model.id, "--yes"]) == 0
     (known,) = consents()
     assert (known.source, known.hash) == (model.id, code_of(model.id).hash)
@@ -164,6 +165,17 @@ def test_the_command_allows_lists_and_revokes(
     assert main(["trust", model.id, "--revoke"]) == 2
     assert not consents()
     assert not trace.exists()
+
+
+def test_the_command_names_a_folder_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (str(tmp_path / "none"), "./none", "owner/none"):
+        assert main(["trust", name]) == 2
+        said = capsys.readouterr().err
+        assert f"SOURCE = {name}: " in said
+        assert "folder" in said.partition(". Name a folder")[0]
+        assert "HF_HUB_OFFLINE" not in said
 
 
 def test_adding_a_model_asks_first(model: ModelSpec, trace: Path) -> None:
