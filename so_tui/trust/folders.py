@@ -70,11 +70,12 @@ class Folder:
         return os.fstat(self.descriptor).st_uid
 
     def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
-        """Yield what is not this user's own of something in it, and of everything below that. What
-        goes meanwhile is left out, but not the thing itself, which counts as missing.
+        """Judge a file or folder in this one and, below a folder, everything in it; yield each that
+        is not this user's own.
 
         Args:
-            name: Its path below this folder.
+            name: Its path below this folder. If nothing is there, that is yielded as missing; what
+                vanishes from below it while this reads is left out.
             kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``, if it must be that.
 
         Raises:
@@ -135,8 +136,8 @@ class Folder:
 
 
 def open_named(path: Path) -> Folder:
-    """Open the folder that has a name now, wherever links above it lead: one that is known by its
-    owner and by what is in it, so that it does not matter who can exchange it.
+    """Open the folder that has this name now, wherever links above it lead. Nothing above it is
+    judged, so the caller must know the folder by its owner and by what is in it.
 
     Raises:
         OSError: There is no such folder, it cannot be entered, or its last name is a link

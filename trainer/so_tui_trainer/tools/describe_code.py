@@ -23,12 +23,12 @@ def _describe(request: Answer) -> Iterator[Answer]:
         InputError: There is no such model or folder, or its files cannot be copied.
     """
     stay_offline_when_cut_off()
-    from so_tui_trainer.remote_code import copied
+    from so_tui_trainer.remote_code import copied_code
 
     name = resolve_source(str(request["name"]))
     source, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
     try:
-        code = copied(source, revision or "main", "SOURCE")
+        code = copied_code(source, revision or "main", "SOURCE")
     except (OSError, ValueError) as error:
         found = f"cannot be read ({first_line(error)})"
         if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
