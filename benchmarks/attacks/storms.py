@@ -88,8 +88,9 @@ from so_tui.spec import find_preset
 from so_tui.spec.consents import allow
 from so_tui_trainer.remote_code import copied_code, load_arguments
 model = find_preset("tiny").spec.changed("model", id=arguments[0], trust_remote_code=True).model
-while "EVIL" in Path((code := copied_code(model.id, "main", "model.id")).folder, "own.py").read_text():
-    pass
+code = copied_code(model.id, "main", "model.id")
+while "EVIL" in Path(code.folder, "own.py").read_text():
+    code = copied_code(model.id, "main", "model.id")
 allow(code)
 
 def border():

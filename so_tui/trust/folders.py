@@ -64,11 +64,6 @@ class Folder:
         """Why it is not this user's own; None if it is. Others may be able to read it."""
         return distrust_of(self.descriptor, stat.S_IFDIR)
 
-    @property
-    def owner(self) -> int:
-        """The user id of its owner."""
-        return os.fstat(self.descriptor).st_uid
-
     def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
         """Judge a file or folder in this one and, below a folder, everything in it; yield each that
         is not this user's own.
@@ -111,7 +106,7 @@ class Folder:
         descriptor = self._opened(name, os.O_RDONLY | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UnfitFileError(self.path / name, "not-a-file", 0)
+            raise UnfitFileError(self.path / name)
         return descriptor
 
     def names(self, name: str = ".") -> list[str]:
@@ -285,8 +280,8 @@ def code_folder(path: Path, name: str, host: Path) -> Path:
 # The mode of the run folder records the choice for later attempts and other processes.
 
 
-VARIABLE = "SO_TUI_SHARE"
-GROUP = "group"
+SHARE_VARIABLE = "SO_TUI_SHARE"
+WITH_GROUP = "group"
 _SHARED_FOLDER = 0o750
 
 

@@ -192,9 +192,10 @@ def open_within(folder: Folder, name: str) -> int:
         target = os.readlink(name, dir_fd=folder.descriptor)
         descriptor = folder.open(os.path.normpath(Path(name).parent / target))
     found = os.fstat(descriptor)
-    if found.st_uid not in (folder.owner, 0) and found.st_nlink > 1:
+    owners = (os.fstat(folder.descriptor).st_uid, 0)
+    if found.st_uid not in owners and found.st_nlink > 1:
         os.close(descriptor)
-        raise UnfitFileError(folder.path / name, "not-a-file", 0)
+        raise UnfitFileError(folder.path / name)
     return descriptor
 
 

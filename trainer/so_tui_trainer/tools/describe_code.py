@@ -30,16 +30,16 @@ def _describe(request: Answer) -> Iterator[Answer]:
     try:
         code = copied_code(source, revision or "main", "SOURCE")
     except (OSError, ValueError) as error:
-        found = f"cannot be read ({first_line(error)})"
-        if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
-            # The hub's client took the name of a missing folder for a model's, and says that such
-            # names are not valid, or that it is offline.
-            found = "is no folder that you can open, and no model on the hub that can be reached"
+        # The hub's client took the name of a missing folder for a model's, and says that such names
+        # are not valid, or that it is offline.
+        missing = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
         raise reject(
             "model-unavailable",
             "SOURCE",
             name,
-            found,
+            "is no folder that you can open, and no model on the hub that can be reached"
+            if missing
+            else f"cannot be read ({first_line(error)})",
             "Name a folder, or a model on the hub (owner/name, or owner/name@REVISION).",
         ) from error
     yield {**msgspec.to_builtins(code), "done": True}
