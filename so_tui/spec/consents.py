@@ -65,8 +65,8 @@ class Code(Struct, frozen=True, kw_only=True):
         )
 
     def refusal(self, field: str, *options: str) -> InputError:
-        """Return the error of code that was not allowed. Its remedy is ``so-tui trust`` with these
-        options.
+        """Return the error of code that the user has not allowed. Its remedy is ``so-tui trust``
+        with these options.
         """
         return reject(
             NOT_TRUSTED,

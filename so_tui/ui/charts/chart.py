@@ -22,8 +22,8 @@ from so_tui.ui.charts.drawing import (
     Scale,
     Spans,
     axis_row,
-    beyond,
     cells_in,
+    columns_beyond,
     fit_scale,
     gutter_text,
     joined,
@@ -525,7 +525,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         scale = fit_scale(
             found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
         )
-        self._outside = beyond(found, scale) if self.robust else 0
+        self._outside = columns_beyond(found, scale) if self.robust else 0
         return scale
 
     def _title(self, room: int) -> Pieces:

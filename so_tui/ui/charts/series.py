@@ -24,7 +24,7 @@ from so_tui.units import mark_duration, plural, thousands
 Span = tuple[float, float]
 """Two values or positions on an axis, or a step and its time."""
 Unit = Literal["step", "time"]
-"""Of an axis: steps, or Unix seconds."""
+"""What an axis counts: steps, or Unix seconds."""
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
 memory.
@@ -230,7 +230,7 @@ class Line:
     steps: array[float] | None = field(compare=False)
     """None for samples, which have times only."""
     role: str
-    """What it is styled as, by a key of ``Chart.ROLES`` such as ``raw`` (dimmed) or ``main``."""
+    """Its style, by a key of ``Chart.ROLES`` such as ``raw`` (dimmed) or ``main``."""
     sign: str = ""
     """A letter that tells it from lines of the same colour (``look_of``); empty where none is
     needed.
