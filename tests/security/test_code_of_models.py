@@ -283,12 +283,16 @@ def test_a_folder_of_too_many_files_is_refused(model: ModelSpec) -> None:
     assert refusal(lambda: load_config(model)).code == "code-too-large"
 
 
+@pytest.mark.parametrize("command", ["data", "trust"])
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_a_terminal_is_asked(model: ModelSpec, trace: Path, tmp_path: Path, answer: str) -> None:
+def test_a_terminal_is_asked_once(
+    model: ModelSpec, trace: Path, tmp_path: Path, answer: str, command: str
+) -> None:
     preset = tmp_path / "theirs.toml"
     preset.write_text(PRESET.format(model=model.id))
     ours, theirs = os.openpty()
-    argv = [sys.executable, "-P", "-m", "so_tui", "data", str(preset)]
+    named = str(preset) if command == "data" else model.id
+    argv = [sys.executable, "-P", "-m", "so_tui", command, named]
     with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         said = b""
@@ -296,13 +300,16 @@ def test_a_terminal_is_asked(model: ModelSpec, trace: Path, tmp_path: Path, answ
             said += os.read(ours, 1 << 16)
         assert all(name.encode() in said for name in ("modeling_own.py", "SHA-256", model.id))
         assert not trace.exists()
-        os.write(ours, f"{answer}\n".encode())
+        os.write(ours, f"{answer}\n\x04".encode())  # and the end of the input
+        said = b""
         with suppress(OSError):  # the terminal's end
-            while os.read(ours, 1 << 16):
-                pass
+            while part := os.read(ours, 1 << 16):
+                said += part
     os.close(ours)
+    assert b"[y/N]" not in said
     assert process.returncode == (0 if answer == "y" else 2)
-    assert trace.exists() == bool(consents()) == (answer == "y")
+    assert bool(consents()) == (answer == "y")
+    assert trace.exists() == (answer == "y" and command == "data")
 
 
 async def test_the_preview_asks(model: ModelSpec, trace: Path, tmp_path: Path) -> None:
