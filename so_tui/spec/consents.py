@@ -25,7 +25,7 @@ from so_tui.spec.errors import InputError, reject, shown, some
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import NotOwnError, read_own
 from so_tui.trust.folders import open_folder, private_folder
-from so_tui.trust.text import so_tui_command
+from so_tui.trust.text import quoted, so_tui_command
 
 NOT_TRUSTED = "code-not-trusted"
 
@@ -165,10 +165,11 @@ def _write(allowed: tuple[Consent, ...]) -> None:
 
 
 def _not_own(error: NotOwnError) -> InputError:
+    close = quoted("chmod", "go-w", str(error.path))
     return reject(
         "consents-not-own",
         consents_file().name,
         str(error.path),
-        f"others could change whose code you trust, so none is ({error.distrust})",
-        "Make it your own and take others' right to write from it (chmod go-w).",
+        f"others can change whose code counts as trusted, so none does ({error.distrust})",
+        f"Look at what is in it, then make it yours alone: `{close}`, or remove it.",
     )
