@@ -86,14 +86,15 @@ from so_tui.machine.software import code_folders
 os.environ |= code_folders(os.environ)  # as a helper gets it
 from so_tui.spec import find_preset
 from so_tui.spec.consents import allow
-from so_tui_trainer.remote_code import copied, loadable
+from so_tui_trainer.remote_code import copied_code, load_arguments
 model = find_preset("tiny").spec.changed("model", id=arguments[0], trust_remote_code=True).model
-while "EVIL" in Path((code := copied(model.id, "main", "model.id")).folder, "own.py").read_text():
-    pass
+code = copied_code(model.id, "main", "model.id")
+while "EVIL" in Path(code.folder, "own.py").read_text():
+    code = copied_code(model.id, "main", "model.id")
 allow(code)
 
 def border():
-    folder = Path(loadable(model, "model.id")["pretrained_model_name_or_path"])
+    folder = Path(load_arguments(model, "model.id")["pretrained_model_name_or_path"])
     return "EVIL" if "EVIL" in (folder / "own.py").read_text() else "mine"
 
 passes(border)

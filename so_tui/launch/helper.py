@@ -119,7 +119,7 @@ class ToolProcess:
         self._failure: SoTuiError | None = None
         """Why this program has ended it."""
         self._closed = threading.Event()
-        self._watch = threading.Thread(target=self._look, name=f"limits of {name}", daemon=True)
+        self._watch = threading.Thread(target=self._enforce, name=f"limits of {name}", daemon=True)
         self._watch.start()
 
     def send(self, request: object) -> None:
@@ -142,9 +142,8 @@ class ToolProcess:
                     "is not valid UTF-8",
                     "Save the text, or rename the file, in UTF-8.",
                 ) from error
-        with contextlib.suppress(
-            BrokenPipeError, ValueError
-        ):  # ValueError: another thread has closed it
+        # ValueError: another thread has closed the pipe.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self._requests.write(f"{json.dumps(tree)}\n")
             self._requests.flush()
 
@@ -223,7 +222,7 @@ class ToolProcess:
             else _REMEDY,
         )
 
-    def _look(self) -> None:
+    def _enforce(self) -> None:
         """End the helper when it is cancelled, is late, or takes more than it may."""
         ends_at = time.monotonic() + self._timeout_s
         while not self._closed.wait(_POLL_S) and self._process.poll() is None:
@@ -371,11 +370,8 @@ def _environment() -> dict[str, str]:
 def _decoded(name: str, text: str) -> Tree:
     try:
         return msgspec.convert(json.loads(text), Tree)
-    except (
-        ValueError,
-        RecursionError,
-        msgspec.ValidationError,
-    ) as error:  # ValueError: also an integer of thousands of digits
+    # ValueError includes msgspec.ValidationError, and an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ToolError(
             f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}"
         ) from error

@@ -230,15 +230,10 @@ def _read_source(path: Path, origin: Origin) -> _Source:
     except UnfitFileError as error:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
-        message = (
-            "is not a regular file"
-            if error.code == "not-a-file"
-            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
-        )
         raise _unread(
             path,
             error.code,
-            message,
+            error.reason,
             f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
         ) from None
     except TooDeepError as error:

@@ -190,7 +190,7 @@ def finding_content(finding: Finding, width: int) -> Content:
 
 
 GlyphName = Literal["braille", "block", "ascii"]
-VARIABLE = "SO_TUI_GLYPHS"
+_VARIABLE = "SO_TUI_GLYPHS"
 _ASCII_LOCALES = ("C", "POSIX")
 
 _PLAIN = str.maketrans(
@@ -219,7 +219,7 @@ def chosen_glyphs(environ: Mapping[str, str], preferred: str = "auto") -> GlyphN
     The Linux console has no braille.
     """
     names: dict[str | None, GlyphName] = {name: name for name in get_args(GlyphName)}
-    for wanted in (environ.get(VARIABLE), preferred):
+    for wanted in (environ.get(_VARIABLE), preferred):
         if wanted in names:
             return names[wanted]
     encoding = locale.getpreferredencoding(False)

@@ -26,7 +26,7 @@ from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_sour
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.files import Distrust, distrust_of_folder
-from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder, open_named
+from so_tui.trust.folders import SHARE_VARIABLE, WITH_GROUP, make_run_folder, open_named
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
@@ -367,7 +367,7 @@ def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iter
     replaces ``folder`` at the end, and is removed after an error. Nobody else can open it; the
     group can if it is shared, or with ``SO_TUI_SHARE``.
     """
-    shared |= os.environ.get(VARIABLE) == GROUP
+    shared |= os.environ.get(SHARE_VARIABLE) == WITH_GROUP
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     for path in (folder, partial, old):
         refuse_foreign(path)

@@ -196,7 +196,7 @@ def open_within(folder: Folder, name: str) -> int:
     found = os.fstat(descriptor)
     if found.st_uid not in (os.fstat(folder.descriptor).st_uid, 0) and found.st_nlink > 1:
         os.close(descriptor)
-        raise UnfitFileError(folder.path / name, "not-a-file", 0)
+        raise UnfitFileError(folder.path / name)
     return descriptor
 
 
