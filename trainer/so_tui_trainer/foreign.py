@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -88,6 +89,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     folder = Path(source)
     if not folder.is_dir():
+        check_cached("models", source, field)
         ignored = [f"{name}/*" for name in _LEFT_OUT]
         folder = Path(
             snapshot_download(
@@ -198,17 +200,38 @@ def open_within(folder: Folder, name: str) -> int:
     return descriptor
 
 
-def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
+def check_cached(kind: str, name: str, field: str) -> None:
+    """Refuse a repository of the hub whose place in the cache has links with which another user
+    chooses where the hub's client writes.
+
+    Args:
+        kind: ``models`` or ``datasets``.
+        name: Its name on the hub.
+        field: What names it.
+
+    Raises:
+        InputError: As ``seen_in``.
+        OSError: A folder there cannot be entered.
+    """
+    from huggingface_hub import constants
+
+    folder = f"{kind}--{name.replace('/', '--')}"
+    for place in (folder, f".locks/{folder}"):
+        with suppress(FileNotFoundError):  # it is not there yet, but what is above has been judged
+            seen_in(Path(constants.HF_HUB_CACHE) / place, field)
+
+
+def seen_in(source: Path, field: str = "data.source") -> set[tuple[Path, int, int, int, int]]:
     """Return values that change whenever a file or folder of a source of data is exchanged: its
     own, those in it, and those above it that belong to others.
 
     Raises:
-        InputError: A link there is another user's and leads to a third user's files
+        InputError: A link there is another user's and leads out, to a third user's files
             (``data-link-leads-out``).
         OSError: Something went meanwhile, or cannot be entered.
     """
     source, trusted = source.absolute(), (os.geteuid(), 0)
-    left, folders, seen = [*source.parents, source], set[tuple[int, int]](), set()
+    left, folders, seen = [source, *source.parents], set[tuple[int, int]](), set()
     while left:
         path = left.pop()
         link, inside = path.lstat(), path.is_relative_to(source)
@@ -217,13 +240,19 @@ def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
         except OSError:  # it leads nowhere
             continue
         is_theirs = link.st_uid not in trusted
-        if stat.S_ISLNK(link.st_mode) and is_theirs and found.st_uid != link.st_uid:
+        if (
+            stat.S_ISLNK(link.st_mode)
+            and is_theirs
+            and found.st_uid != link.st_uid
+            and not path.resolve().is_relative_to(source.parent.resolve() / source.name)
+        ):
             raise reject(
                 "data-link-leads-out",
-                "data.source",
+                field,
                 str(source),
                 f"{path} is another user's link to files of a third user",
-                "Copy what you want to train on into a folder of your own.",
+                "Copy what you want to train on into a folder of your own; or set HF_HOME to one, "
+                "if it comes from the hub.",
             )
         if inside or is_theirs:
             seen.add((path, link.st_ino, link.st_ctime_ns, found.st_ino, found.st_ctime_ns))

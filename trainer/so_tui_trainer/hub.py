@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
+from so_tui_trainer.foreign import check_cached
 
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """Files that loading may need; weights in other formats stay on the hub."""
@@ -164,6 +165,7 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
         / repo_folder_name(repo_id=model.id, repo_type="model")
         / "blobs"
     )
+    check_cached("models", model.id, "model.id")
     others = set(partial.glob(_PARTIAL))  # of a download that was killed, or of another process
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(hf_hub_download, model.id, name, revision=model.revision)
