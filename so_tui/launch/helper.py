@@ -108,8 +108,8 @@ class ToolProcess:
             text=True,
             errors="replace",
             env=environment,
-            # Compilers look for what they link in the working folder first, and it may be another
-            # user's. That of helpers which read files must be there: no package explains that.
+            # Linkers search the working folder first, and another user may be able to write in it.
+            # Helpers that read files need the folder, and no package explains that it is gone.
             cwd="/" if name in _COMPILING else os.getcwd(),  # noqa: PTH109
             bufsize=1,
             process_group=0,

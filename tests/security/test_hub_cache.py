@@ -1,6 +1,4 @@
-"""A cache of the hub that a group shares: what others put there does not choose where the hub's
-client writes.
-"""
+"""Links of others in a hub cache that a group shares do not decide where downloads go."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +48,9 @@ def fetched(machine: SharedMachine) -> list[str]:
     """Return what becomes of four downloads of the owner."""
     owner, cache = machine.owner, machine.scratch / "hf"
     names = (name for name in os.environ if name.startswith("HF_"))
-    variables = {name: os.environ[name] for name in names} | {"HF_HOME": str(cache)}
-    done = owner.run(owner.interpreter, "-P", "-c", FETCH, timeout_s=120, **variables)
+    variables: dict[str, Any] = {name: os.environ[name] for name in names}
+    variables |= {"HF_HOME": str(cache), "timeout_s": 120}
+    done = owner.run(owner.interpreter, "-P", "-c", FETCH, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -89,7 +89,7 @@ def test_a_download_is_not_led_elsewhere(machine: SharedMachine, hub: Hub, name:
 
 
 def test_a_cache_of_several_users_is_used(machine: SharedMachine, hub: Hub) -> None:
-    """What one of them has stored is named by the links of another, below a link of the site's."""
+    """Links of one user name files that another has stored, below a link of the site."""
     cache = machine.scratch / "hf"
     cache.mkdir()
     share(machine)

@@ -200,9 +200,9 @@ def open_within(folder: Folder, name: str) -> int:
     return descriptor
 
 
-def check_cached(kind: str, name: str, field: str) -> None:
-    """Refuse a repository of the hub whose place in the cache has links with which another user
-    chooses where the hub's client writes.
+def check_cached(kind: str, name: str, field: str) -> Path:
+    """Return the folder of a repository of the hub in the cache. Refuse one that has links with
+    which another user chooses where the hub's client writes.
 
     Args:
         kind: ``models`` or ``datasets``.
@@ -215,10 +215,11 @@ def check_cached(kind: str, name: str, field: str) -> None:
     """
     from huggingface_hub import constants
 
-    folder = f"{kind}--{name.replace('/', '--')}"
-    for place in (folder, f".locks/{folder}"):
+    cache, folder = Path(constants.HF_HUB_CACHE), f"{kind}--{name.replace('/', '--')}"
+    for place in (cache / folder, cache / ".locks" / folder):
         with suppress(FileNotFoundError):  # it is not there yet, but what is above has been judged
-            seen_in(Path(constants.HF_HUB_CACHE) / place, field)
+            seen_in(place, field)
+    return cache / folder
 
 
 def seen_in(source: Path, field: str = "data.source") -> set[tuple[Path, int, int, int, int]]:
