@@ -44,6 +44,8 @@ _POLL_S = 0.1
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
+_COMPILING = ("build_ops", "calibrate", "generate")
+"""Helpers that compile, and get no relative paths."""
 _REMEDY = "`so-tui --verbose` with the same command shows what the process wrote."
 _LARGEST_TAIL = 1 << 16
 
@@ -106,7 +108,9 @@ class ToolProcess:
             text=True,
             errors="replace",
             env=environment,
-            cwd=os.getcwd(),  # noqa: PTH109 - raises where it is gone, which no package explains
+            # Linkers search the working folder first, and another user may be able to write in it.
+            # Helpers that read files need the folder, and no package explains that it is gone.
+            cwd="/" if name in _COMPILING else os.getcwd(),  # noqa: PTH109
             bufsize=1,
             process_group=0,
             pass_fds=(note, inherited),

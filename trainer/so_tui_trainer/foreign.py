@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -90,6 +92,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     folder = Path(source)
     if not folder.is_dir():
+        check_cached("models", source, field)
         ignored = [f"{name}/*" for name in _LEFT_OUT]
         folder = Path(
             snapshot_download(
@@ -200,13 +203,37 @@ def open_within(folder: Folder, name: str) -> int:
     return descriptor
 
 
-def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
+def check_cached(kind: str, name: str, field: str) -> Path:
+    """Return the folder of a repository of the hub in the cache. Refuse one that has links with
+    which another user chooses where the hub's client writes.
+
+    Args:
+        kind: ``models`` or ``datasets``.
+        name: Its name on the hub.
+        field: What names it.
+
+    Raises:
+        InputError: As ``seen_in``.
+        OSError: A folder there cannot be entered.
+    """
+    from huggingface_hub import constants
+
+    cache, folder = Path(constants.HF_HUB_CACHE), f"{kind}--{name.replace('/', '--')}"
+    for place in (cache / folder, cache / ".locks" / folder):
+        with suppress(FileNotFoundError):  # it is not there yet, but what is above has been judged
+            seen_in(place, field, most_files=math.inf)
+    return cache / folder
+
+
+def seen_in(
+    source: Path, field: str = "data.source", most_files: float = MOST_FILES
+) -> set[tuple[Path, int, int, int, int]]:
     """Return values that change whenever a file or folder of a source of data is exchanged: the
     source, what is in it, and what belongs to others above it or where its links lead. If only this
     user can change the source, they are those of what belongs to others.
 
     Raises:
-        InputError: A link there is another user's and leads to a third user's files
+        InputError: A link there is another user's and leads out, to a third user's files
             (``data-link-leads-out``), or there are too many files (``data-too-many-files``).
         OSError: Something went meanwhile, or cannot be entered.
     """
@@ -217,10 +244,10 @@ def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
     while left:
         path, inside = left.pop()
         count += inside
-        if count > MOST_FILES:
+        if count > most_files:
             raise reject(
                 "data-too-many-files",
-                "data.source",
+                field,
                 str(source),
                 f"has more than {thousands(MOST_FILES)} files and folders",
                 "Join its files to fewer, or name a folder in it.",
@@ -232,13 +259,19 @@ def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
             continue
         is_theirs = link.st_uid not in trusted
         if stat.S_ISLNK(link.st_mode):
-            if is_theirs and found.st_uid != link.st_uid:
+            home = source.parent.resolve() / source.name
+            if (
+                is_theirs
+                and found.st_uid != link.st_uid
+                and not path.resolve().is_relative_to(home)
+            ):
                 raise reject(
                     "data-link-leads-out",
-                    "data.source",
+                    field,
                     str(source),
                     f"{path} is another user's link to files of a third user",
-                    "Copy what you want to train on into a folder of your own.",
+                    "Copy what you want to train on into a folder of your own; or set HF_HOME to "
+                    "one, if it comes from the hub.",
                 )
             target = path.parent / path.readlink()
             further = {target, *target.parents} - elsewhere

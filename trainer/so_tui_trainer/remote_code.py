@@ -18,7 +18,7 @@ from so_tui.spec import InputError, ModelSpec, resolve_source
 from so_tui.spec.consents import Code, is_allowed
 from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, NotOwnError
-from so_tui_trainer.foreign import digest_of, modules_folder, private_copy
+from so_tui_trainer.foreign import check_cached, digest_of, modules_folder, private_copy
 from so_tui_trainer.hub import model_problem
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def load_arguments(
     own = field == "model.id"
     source = resolve_source(model.id if own else model.tokenizer)
     revision = model.revision if own else "main"
+    if not Path(source).is_dir():
+        check_cached("models", source, field)
     code = copied_code(source, revision, field) if model.trust_remote_code else None
     if code is None or not code.files:
         return {

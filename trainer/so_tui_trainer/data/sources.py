@@ -38,7 +38,7 @@ from so_tui_trainer.data.rows import (
     layout_of,
     read_row,
 )
-from so_tui_trainer.foreign import datasets_cache, seen_in
+from so_tui_trainer.foreign import check_cached, datasets_cache, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.step_limits import limited
 
@@ -813,6 +813,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
+        check_cached("datasets", name, "data.source")
         return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()
     except (
         OSError,
