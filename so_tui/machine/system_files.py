@@ -13,7 +13,7 @@ from so_tui.units import KIB
 
 _MOST_BYTES = 1 << 24
 """Of one file; /proc/cpuinfo of the largest machines has a few MiB."""
-_MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d+) kB", re.MULTILINE)
+_MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d{1,15}) kB", re.MULTILINE)
 
 
 class SystemFiles:
@@ -45,11 +45,14 @@ class SystemFiles:
             return ""
 
     def integer(self, name: str) -> int | None:
-        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x)."""
+        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x);
+        None if it is none, or one of more than 64 bits.
+        """
         try:
-            return int(self.text(name).strip(), 0)
+            number = int(self.text(name).strip(), 0)
         except ValueError:
             return None
+        return number if abs(number) < 1 << 64 else None
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Return the sorted entries of a folder; empty if there is none."""

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from so_tui.spec import ModelSpec
+from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.stored import shards
 from tests.support.problems import rejected
 from tests.support.users import SharedMachine
@@ -244,5 +246,6 @@ def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
 def test_an_index_that_names_weights_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
     index = json.dumps({"weight_map": {"a": named}})
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with rejected("weights-elsewhere"):
-        shards(tmp_path)
+    for read in (shards, lambda folder: of_folder(folder, ModelSpec(id=str(folder)))):
+        with rejected("weights-elsewhere"):
+            read(tmp_path)
