@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 import time
 import traceback
@@ -40,6 +41,8 @@ def main() -> int:
     said of one.
     """
     arguments = _parser().parse_args()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # with nohup; victims would inherit that
+        signal.signal(signal.SIGHUP, lambda *_: None)
     for part in _PARTS:
         importlib.import_module(f"benchmarks.attacks.{part}")
     ATTACKS.sort(key=_place)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import shutil
 import signal
@@ -12,11 +10,9 @@ from pathlib import Path
 
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.limits import bounded
-from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import PROJECT, Stage
+from benchmarks.attacks.stage import COMMAND_S, PROJECT, Stage
 from so_tui.runs import RunDirectory, read_state
 
-_COMMAND_S = 120.0
 _LOOKS_S, _LOOKS_BYTES = 8.0, 512 << 20
 """What a command that only looks at runs may use of processors and memory."""
 _SILENCE_S = 45.0
@@ -34,17 +30,18 @@ def _(stage: Stage) -> Verdict:
     run = _foreign_run(stage)
     files = [path for path in run.rglob("*") if path.suffix in (".json", ".jsonl", ".log")]
     folders = [path for path in run.iterdir() if path.is_dir()]
-    commands = (("logs",), ("watch", "--plain"), ("compare",), ("export-metrics",), ("runs",))
     found: dict[str, list[str]] = {}
     for path in (*files, *folders):
-        aside = stage.folder / "aside"
-        path.rename(aside)
+        path.rename(aside := stage.folder / "aside")
         path.symlink_to(path)
-        for name, *options in commands:
-            target = [] if name == "runs" else [str(run)] * (1 + (name == "compare"))
-            out = ["--to", str(stage.owner.home / "out.csv")] if name == "export-metrics" else []
-            given = [name, *target, *options, *out, "--runs-dir", str(run.parent)]
-            said = stage.so_tui(*given).end(20)
+        given: list[tuple[str, ...]] = [
+            ("logs", str(run)),
+            ("watch", str(run), "--plain"),
+            ("compare", str(run), str(run)),
+            ("export-metrics", str(run), "--to", str(stage.owner.home / "out.csv")),
+            ("runs",),
+        ]
+        for (name, *_), _, said in stage.each(given, "--runs-dir", str(run.parent)):
             if "Traceback" in said:
                 found.setdefault(name, []).append(str(path.relative_to(run)))
         path.unlink()
@@ -60,7 +57,7 @@ def _(stage: Stage) -> Verdict:
     victim.wait(lambda: any(runs.glob("*/attempts/001/launch.json")), 60)
     files = [path for path in runs.rglob("*") if path != runs]
     if not files:
-        raise RuntimeError(f"there is no run: {last_line(victim)}")
+        raise RuntimeError(f"there is no run: {victim.text}")
     wrong = [path.name for path in files if path.stat().st_gid != PROJECT]
     return judged(wrong, f"not of the group: {', '.join(wrong[:5])}", f"{len(files)} files are")
 
@@ -104,28 +101,25 @@ def _(stage: Stage) -> Verdict:
 @attack("17", "the message about a damaged last checkpoint names no remedy that works")
 def _(stage: Stage) -> Verdict:
     run = stage.run_of(stage.owner, stage.owner.home / "runs" / "mine")
-    stage.owner.give(run.parent)
     oldest, newest = sorted((run / "checkpoints").glob("step-*"))
     shutil.rmtree(oldest)
     largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    victim = stage.so_tui("resume", str(run), "--plain", "--set", "train.steps=6")
-    said = victim.end(_COMMAND_S)
+    said = stage.said("resume", str(run), "--plain", "--set", "train.steps=6")
     if "finished at step 6" in said:
         raise RuntimeError("the checkpoint was not damaged")
     wrong = "elsewhere to start anew" in said or "--start-over" not in said
     shown = [line for line in said.splitlines() if "elsewhere" in line or "continues" in line]
-    return judged(wrong, json.dumps(shown), last_line(victim))
+    return judged(wrong, shown, said)
 
 
 @attack("18", "stop is silent while the supervisor is stopped by SIGSTOP")
 def _(stage: Stage) -> Verdict:
     runs = stage.owner.home / "runs"
     given = ("--set", "train.steps=4000", "--runs-dir", str(runs))
-    started = stage.train(*given, how="--detach")
-    started.end(_COMMAND_S)
+    stage.train(*given, how="--detach").end()
     run = RunDirectory(next(iter(runs.glob("*/spec.json"))).parent)
-    deadline = time.monotonic() + _COMMAND_S
+    deadline = time.monotonic() + COMMAND_S
     while (state := read_state(run)).state != "training":
         if time.monotonic() > deadline:
             raise RuntimeError(f"it does not train: {state.state}")
@@ -133,7 +127,9 @@ def _(stage: Stage) -> Verdict:
     for process in stage.processes(stage.owner, "so_tui supervise"):
         process.send_signal(signal.SIGSTOP)
     victim = stage.so_tui("stop", str(run.path))
-    ended = functools.partial(victim.process.poll)
-    victim.wait(lambda: ended() is not None or len(victim.text.splitlines()) > 1, _SILENCE_S)
-    told = ended() is not None or len(victim.text.splitlines()) > 1
-    return judged(not told, f"{_SILENCE_S:.0f} s after {victim.text.strip()!r}", last_line(victim))
+
+    def told() -> bool:
+        return victim.code is not None or len(victim.text.splitlines()) > 1
+
+    victim.wait(told, _SILENCE_S)
+    return judged(not told(), f"{_SILENCE_S:.0f} s after {victim.text!r}", victim.text)

@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.attacks.attack import Verdict, attack, judged
-from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import Command, Stage
+from benchmarks.attacks.stage import Command, Stage, changed
 
 _HELPER = "so_tui_trainer.tools."
 _FOREVER = (
@@ -72,7 +71,7 @@ def _outlives(number: str, command: str, received: signal.Signals) -> None:
     def _(stage: Stage) -> Verdict:
         victim = stage.so_tui(*_looping(stage, command))
         if not victim.wait(lambda: _used_s(_helpers(stage)) > _BUSY_S, _WAIT_S):
-            return judged(False, "", f"it ended by itself; {last_line(victim)}")
+            return judged(False, "", f"it ended by itself; {victim.text}")
         victim.process.send_signal(received)
         deadline = time.monotonic() + _GRACE_S
         while (left := _helpers(stage)) and time.monotonic() < deadline:
@@ -145,7 +144,7 @@ def _(stage: Stage) -> Verdict:
         victim.wait(lambda: _used_s(mine()) > 1, 60)
         time.sleep(5)
         if victim.process.poll() is not None:
-            raise RuntimeError(f"there was no screen: {last_line(victim)}")
+            raise RuntimeError(f"there was no screen: {victim.text}")
         os.close(terminal)
         time.sleep(_GRACE_S)
         before = _used_s(mine())
@@ -178,7 +177,7 @@ def bounded(
     stage.kill_all()
     figures = f"{most / 1e9:.1f} GB, {used:.0f} s of processors"
     too_much = most > largest_bytes or used > longest_s or not ended
-    return judged(too_much, f"{figures}, ended: {ended}", f"{figures}; {last_line(victim)}")
+    return judged(too_much, f"{figures}, ended: {ended}", f"{figures}; {victim.text}")
 
 
 def _grows(number: str, title: str) -> Callable[[Callable[[Stage], Path]], None]:
@@ -208,10 +207,9 @@ def _(stage: Stage) -> Verdict:
 @attack("15b", "data without bounds: a tokenizer whose normaliser multiplies")
 def _(stage: Stage) -> Verdict:
     model = stage.model(stage.scratch / "model", stage.other)
-    tree = json.loads((model / "tokenizer.json").read_text())
     tenfold = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 10}
-    tree["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 8}
-    (model / "tokenizer.json").write_text(json.dumps(tree))
+    normalizer = {"type": "Sequence", "normalizers": [tenfold] * 8}
+    changed(model / "tokenizer.json", normalizer=normalizer)
     return bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
 
 
@@ -287,9 +285,7 @@ def _(stage: Stage) -> Path:
 @attack("15j", "generate without bounds: a configuration of a million layers")
 def _(stage: Stage) -> Verdict:
     model = stage.exported(stage.scratch / "model", stage.other)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"num_hidden_layers": 10**6, "layer_types": None}
-    (model / "config.json").write_text(json.dumps(config))
+    changed(model / "config.json", num_hidden_layers=10**6, layer_types=None)
     return bounded(stage, "generate", str(model), "--prompt", "hello")
 
 
@@ -301,10 +297,9 @@ _WRONG = {
 
 
 def _told(stage: Stage, model: Path) -> Verdict:
-    victim = stage.so_tui("data", "tiny", "--set", f"model.tokenizer={model}")
-    said = victim.end(_WAIT_S)
+    said = stage.said("data", "tiny", "--set", f"model.tokenizer={model}", limit_s=_WAIT_S)
     trace = 'File "' in said or "Traceback" in said or "panicked" in said
-    return judged(trace, f"`data` says: {said[-200:]}", last_line(victim))
+    return judged(trace, f"`data` says: {said[-200:]}", said)
 
 
 for _number, (_title, _template) in _WRONG.items():
@@ -317,7 +312,6 @@ for _number, (_title, _template) in _WRONG.items():
 @attack("16d", "a panic in a tokenizer's Rust causes a traceback")
 def _(stage: Stage) -> Verdict:
     model = stage.model(stage.scratch / "model", stage.other)
-    tree = json.loads((model / "tokenizer.json").read_text())
-    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    (model / "tokenizer.json").write_text(json.dumps(tree))
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    changed(model / "tokenizer.json", normalizer=normalizer)
     return _told(stage, model)

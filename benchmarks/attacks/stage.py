@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ SHORT = (
     "train.micro_batch=1",
 )
 """A run of seconds, of which most are the imports of its ranks."""
+COMMAND_S = 120.0
+"""The longest time for most commands."""
 _POLL_S = 0.05
 _CODE = """
 import os, pathlib
@@ -53,6 +55,25 @@ _CLASSES = {
         "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
     ),
 }
+_EACH = """
+import json, os, signal, sys, tempfile
+from so_tui.cli import main
+
+for arguments in json.load(open(sys.argv[1])):
+    with tempfile.TemporaryFile() as output:
+        if not os.fork():
+            os.setsid()
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            signal.alarm(10 if arguments[0] == "watch" else 90)
+            sys.exit(main(arguments))
+        code = os.waitstatus_to_exitcode(os.wait()[1])
+        output.seek(0)
+        print(json.dumps([arguments, code, output.read().decode(errors="replace")]), flush=True)
+print("told all")
+"""
+Content = str | bytes | Path | list[Any] | dict[str, Any] | None
+"""What ``write`` writes."""
 
 
 class SkippedError(Exception):
@@ -71,14 +92,29 @@ class Command:
         """Its output so far."""
         return self.output.read_text(errors="replace")
 
-    def end(self, limit_s: float) -> str:
-        """Wait for its end, kill it if that does not come, and return what it wrote."""
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative if a signal ended it; None while it lives."""
+        return self.process.poll()
+
+    def end(self, limit_s: float = COMMAND_S) -> str:
+        """Wait for its end, kill it if that does not come, and return what it wrote. Raises
+        RuntimeError if the attack called it wrongly.
+        """
         try:
             self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.text.startswith("usage:"):
+            raise RuntimeError(f"the attack calls the command wrongly: {self.text[-200:]}")
         return self.text
+
+    def ready(self, word: str = "ready") -> Command:
+        """Wait until it has written a word. Raises RuntimeError if that does not come."""
+        if not self.wait(lambda: word in self.text, 20):
+            raise RuntimeError(f"it wrote no {word!r}: {self.text[-300:]}")
+        return self
 
     def wait(self, come: Callable[[], object], limit_s: float) -> bool:
         """Wait until something has come, and return whether it did before the command ended."""
@@ -146,6 +182,38 @@ class Stage:
             self.owner, self.owner.interpreter, "-P", "-m", "so_tui", *arguments, **options
         )
 
+    def said(self, *arguments: str, limit_s: float = COMMAND_S, **options: Any) -> str:
+        """Run ``so-tui`` as the owner to its end, and return what it wrote."""
+        return self.so_tui(*arguments, **options).end(limit_s)
+
+    def complaints(self, longest_s: float, *arguments: str, **options: Any) -> list[str]:
+        """Run ``so-tui`` on hostile input, and return what is wrong: a traceback, a signal that
+        ended it, or a time of more than ``longest_s``.
+        """
+        began, victim = time.monotonic(), self.so_tui(*arguments, **options)
+        said = victim.end(longest_s)
+        killed = victim.code is None or victim.code < 0
+        crashed = killed or any(word in said for word in ("Traceback", "panicked", "\0"))
+        took_s = time.monotonic() - began
+        shown = f"{' '.join(arguments)[-100:]} ({victim.code}, {took_s:.0f} s): {said[-150:]}"
+        return [shown] if crashed else []
+
+    def each(
+        self, commands: Sequence[tuple[str, ...]], *more: str
+    ) -> Iterator[tuple[list[str], int, str]]:
+        """Run many commands of ``so-tui`` as the owner, in forks of one process, those that
+        wait for a run for ten seconds. Yield each with its exit code and what it wrote.
+        """
+        given = json.dumps([[*command, *more] for command in commands])
+        listed = write(self.folder / "commands", given)
+        code = (self.owner.interpreter, "-P", "-c", _EACH, str(listed))
+        told = self.begin(self.owner, *code).end(COMMAND_S + 10 * len(commands))
+        if "told all" not in told:
+            raise RuntimeError(f"not every command was run: {told[-500:]}")
+        for line in told.splitlines()[:-1]:
+            arguments, exit_code, said = json.loads(line)
+            yield arguments, exit_code, said
+
     def train(self, *arguments: str, how: str = "--plain", **options: Any) -> Command:
         """Start a short run of the owner's."""
         settings = (word for setting in SHORT for word in ("--set", setting))
@@ -164,6 +232,30 @@ class Stage:
         os.chown(folder, 0, PROJECT)
         folder.chmod(mode)
         return folder
+
+    def writable(self, *paths: Path, access: str = "W_OK") -> list[str]:
+        """Return which of these the other user, who is in no further group, can write."""
+        code = f"import os, sys; print(*[p for p in sys.argv[1:] if os.access(p, os.{access})])"
+        return self.other.python(code, *map(str, paths)).stdout.split()
+
+    def private(self, name: str, content: Content) -> Path:
+        """Make a file that only the owner can read."""
+        path = write(self.owner.home / name, content)
+        path.chmod(0o600)
+        self.owner.give(path)
+        return path
+
+    def foreign(self, name: str, files: Mapping[str, Content], user: User | None = None) -> Path:
+        """Give the other user, or ``user``, a folder in ``scratch`` that everybody can read."""
+        for each, content in files.items():
+            write(self.scratch / name / each, content)
+        return self.published(self.scratch / name, user or self.other)
+
+    def link(self, path: Path, target: Path) -> Path:
+        """Let the attacker make a link in a folder of the project."""
+        path.symlink_to(target)
+        os.chown(path, self.other.uid, PROJECT, follow_symlinks=False)
+        return path
 
     def planted(self, name: str) -> Path:
         """Let the attacker make a folder in the sticky one, which everybody can write."""
@@ -194,13 +286,11 @@ class Stage:
             tree["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig"}
             for name, lines in _CLASSES.items():
                 (folder / f"{name}.py").write_text(self.code(label) + lines)
-            path = folder / "tokenizer_config.json"
             names = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
-            own = {"auto_map": names, "tokenizer_class": "OwnTokenizer"}
-            path.write_text(json.dumps(json.loads(path.read_text()) | own))
-        (folder / "config.json").write_text(json.dumps(tree))
-        user.give(folder)
-        return folder
+            path = folder / "tokenizer_config.json"
+            changed(path, auto_map=names, tokenizer_class="OwnTokenizer")
+        write(folder / "config.json", tree)
+        return self.published(folder, user)
 
     def preset(self, path: Path, user: User, **changes: Any) -> Path:
         """Write the embedded preset with changes: keys, and tables that are added to its own."""
@@ -212,16 +302,30 @@ class Stage:
         user.give(path)
         return path
 
-    def run_of(self, user: User, folder: Path) -> Path:
-        """Give a user a copy of a run that has finished, which everybody can read."""
+    def run_of(self, user: User, folder: Path, **model: Any) -> Path:
+        """Give a user a copy of a run that has finished, which everybody can read.
+
+        Args:
+            user: Its owner, and that of the folder in which it is if nobody has made that yet.
+            folder: Where it goes.
+            model: Other values of its spec's model.
+        """
+        above = folder.parent
+        if not above.exists():
+            above.mkdir()
+            user.give(above)
         shutil.copytree(self.ground.run, folder)
+        if model:
+            spec = json.loads((folder / "spec.json").read_text())
+            changed(folder / "spec.json", model=spec["model"] | model)
         return self.published(folder, user)
 
     def published(self, folder: Path, user: User) -> Path:
         """Give a user a folder that everybody can read."""
         user.give(folder)
         for path in (folder, *folder.rglob("*")):
-            path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return folder
 
     def exported(self, folder: Path, user: User, template: str = "") -> Path:
@@ -326,6 +430,37 @@ def stage(common: Ground) -> Iterator[Stage]:
             *(Path(f"/tmp/so-tui-{user.uid}") for user in (made.owner, made.other)),
         ):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write(path: Path, content: Content) -> Path:
+    """Write text, bytes or a tree for JSON, or make a link to a path, or a pipe for None, in the
+    place of what is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    elif isinstance(content, Path):
+        path.symlink_to(content)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def changed(path: Path, **changes: Any) -> Path:
+    """Change keys of a JSON file, or make one with them."""
+    tree = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(tree | changes))
+    return path
+
+
+def open_to_all(*paths: Path) -> None:
+    """Let everybody write files and folders, with all that is in them."""
+    for above in paths:
+        for path in (above, *above.rglob("*")):
+            path.chmod(0o777 if path.is_dir() else 0o666)
 
 
 def _user(folder: Path, name: str, place: int) -> User:

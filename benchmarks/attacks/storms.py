@@ -126,13 +126,11 @@ passes(border)
 
 def _passed(stage: Stage, border: str, attacker: tuple[Any, ...], *given: object) -> Verdict:
     """Let the victim pass a border while the attacker exchanges."""
-    storm = stage.attacks(*attacker)
-    if not storm.wait(lambda: "ready" in storm.text, 20):
-        raise RuntimeError(f"the attacker exchanges nothing: {storm.text}")
+    storm = stage.attacks(*attacker).ready()
     code = _SLOWLY + _BORDERS[border]
     victim = stage.begin(stage.owner, stage.owner.interpreter, "-P", "-c", code, *map(str, given))
     said = victim.end(_LIMIT_S)
-    if storm.process.poll() is not None or victim.process.returncode:
+    if storm.process.poll() is not None or victim.code:
         raise RuntimeError(f"{storm.text[-100:]} {said[-700:]}")
     seen = json.loads(said.splitlines()[-1])
     if len(seen) < 2:
@@ -202,9 +200,7 @@ def _(stage: Stage) -> Verdict:
 
 @attack("7d", f"copies for an export, {_TRIES} times, while a file turns into a link")
 def _(stage: Stage) -> Verdict:
-    secret = stage.owner.home / "secret"
-    secret.write_text("EVIL")
-    stage.owner.give(secret)
+    secret = stage.private("secret", "EVIL")
     folder = stage.model(stage.scratch / "model", stage.other)
     (folder / "chat_template.jinja").write_text("template")
     (folder / "link").symlink_to(secret)
