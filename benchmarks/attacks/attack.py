@@ -48,13 +48,11 @@ def attack(
 
 
 def judged(succeeded: object, evidence: object, otherwise: str = "") -> Verdict:
-    """Return SUCCEEDED with its evidence if that is true, else HELD with the end of what was seen
-    instead.
-    """
+    """Return SUCCEEDED with its evidence if that is true, else HELD with what was seen instead."""
     told = str(evidence)
-    return Verdict("SUCCEEDED", told) if succeeded else Verdict("HELD", (otherwise or told)[-250:])
+    return Verdict("SUCCEEDED", told) if succeeded else Verdict("HELD", otherwise or told)
 
 
 def ran(stage: Stage, victim: Command, label: str, seen: str = "") -> Verdict:
     """Tell whether the owner ran code with a label."""
-    return judged(stage.ran(label), stage.ran(label), f"{seen}; {victim.text[-200:]}")
+    return judged(stage.ran(label), stage.ran(label), f"{seen}; {victim.text}")

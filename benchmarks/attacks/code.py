@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attacks.attack import Verdict, attack, judged, ran
-from benchmarks.attacks.stage import COMMAND_S, PROJECT, SkippedError, Stage, open_to_all, write
+from benchmarks.attacks.stage import (
+    COMMAND_S,
+    PROJECT,
+    SkippedError,
+    Stage,
+    Word,
+    open_to_all,
+    write,
+)
 from so_tui.machine.software import EXTENSIONS, code_folders
 
 _LIBRARY = """
@@ -35,7 +43,7 @@ def _library(stage: Stage, to: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", marks, "-o", to, source], check=True)
 
 
-def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -> Verdict:
+def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: Any) -> Verdict:
     """Exchange a folder of compiled code right before ranks load DeepSpeed's CPU Adam from it.
 
     Args:
@@ -63,7 +71,7 @@ def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -
 @attack("3a", "compiled code: XDG_CACHE_HOME sticky, with the attacker's so-tui in it", race=True)
 def _(stage: Stage) -> Verdict:
     compiled = stage.planted("so-tui") / "compiled"
-    cache = {"XDG_CACHE_HOME": str(stage.scratch)}
+    cache: dict[str, Any] = {"XDG_CACHE_HOME": stage.scratch}
     return _exchanged_cache(stage, compiled, "so-tui/compiled", **cache)
 
 
@@ -72,9 +80,8 @@ def _(stage: Stage) -> Verdict:
     cache = stage.owner.home / ".cache"
     (cache / "so-tui").mkdir(parents=True)
     stage.owner.give(cache)
-    for folder, mode in ((stage.owner.home, 0o750), (cache, 0o775), (cache / "so-tui", 0o700)):
-        os.chown(folder, stage.owner.uid, PROJECT)
-        folder.chmod(mode)
+    _project_enters(stage, cache)
+    (cache / "so-tui").chmod(0o700)
     return _exchanged_cache(stage, cache / "so-tui", "so-tui")
 
 
@@ -90,7 +97,7 @@ def _(stage: Stage) -> Verdict:
     cache = stage.shared("ccache", 0o2777)
     (cache / "ccache.conf").write_text(f"prefix_command = {program}\n")
     stage.other.give(cache / "ccache.conf")
-    return looked(stage, "library", "prepare", "tiny", CCACHE_DIR=str(cache))
+    return looked(stage, "library", "prepare", "tiny", CCACHE_DIR=cache)
 
 
 def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, Any]]:
@@ -105,12 +112,19 @@ def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, Any]]
     write(model / "refs" / "main", "a" * 40)
     _project_writes(stage, home)
     preset = own_preset(stage, "people/own")
-    given: dict[str, Any] = {"HF_HOME": str(home)}
+    given: dict[str, Any] = {"HF_HOME": home}
     stage.said("trust", "people/own", "--yes", **given)
-    first = stage.said("data", str(preset), **given) if used else ""
+    first = stage.said("data", preset, **given) if used else ""
     if used and not stage.ran("honest"):
-        raise RuntimeError(f"the owner's own use of the model failed: {first[-300:]}")
+        raise RuntimeError(f"the owner's own use of the model failed: {first}")
     return model, preset, given
+
+
+def _project_enters(stage: Stage, folder: Path) -> None:
+    """Let members of the project write a folder in the owner's home, which they can enter."""
+    for path, mode in ((stage.owner.home, 0o750), (folder, 0o775)):
+        os.chown(path, stage.owner.uid, PROJECT)
+        path.chmod(mode)
 
 
 def _project_writes(stage: Stage, above: Path) -> None:
@@ -131,12 +145,12 @@ def _with_code(source: str) -> dict[str, object]:
     return {"id": source, "weights": "pretrained", "trust_remote_code": True}
 
 
-def own_preset(stage: Stage, source: str) -> Path:
+def own_preset(stage: Stage, source: Word) -> Path:
     path = stage.owner.home / "mine.toml"
-    return stage.preset(path, stage.owner, model=_with_code(source))
+    return stage.preset(path, stage.owner, model=_with_code(str(source)))
 
 
-def looked(stage: Stage, label: str, *command: str, **options: str) -> Verdict:
+def looked(stage: Stage, label: str, *command: Word, **options: Any) -> Verdict:
     """Tell whether a command ran the attacker's code."""
     victim = stage.so_tui(*command, **options)
     victim.wait(lambda: stage.ran(label), COMMAND_S)
@@ -147,36 +161,36 @@ def looked(stage: Stage, label: str, *command: str, **options: str) -> Verdict:
 def _(stage: Stage) -> Verdict:
     model, preset, given = _hub_model(stage, used=False)
     exchange_code(model)
-    return looked(stage, "exchanged", "data", str(preset), **given)
+    return looked(stage, "exchanged", "data", preset, **given)
 
 
 @attack("5b", "refs/main in a shared HF_HOME moved to another commit after its first use")
 def _(stage: Stage) -> Verdict:
     model, preset, given = _hub_model(stage, used=True)
-    stage.model(model / "snapshots" / ("b" * 40), stage.other, "exchanged")
+    stage.model(model / "snapshots" / ("b" * 40), label="exchanged")
     (model / "refs" / "main").write_text("b" * 40)
-    return looked(stage, "exchanged", "data", str(preset), **given)
+    return looked(stage, "exchanged", "data", preset, **given)
 
 
 @attack("5c", "a trusted folder's code changed while it is loaded", race=True)
 def _(stage: Stage) -> Verdict:
     shared = stage.shared("models")
     model = stage.model(shared / "own", stage.owner, "honest")
-    preset = own_preset(stage, str(model))
+    preset = own_preset(stage, model)
     files = [model / "configuration_own.py", model / "tokenization_own.py"]
     _project_writes(stage, model)
-    stage.said("trust", str(model), "--yes")
+    stage.said("trust", model, "--yes")
     stage.attacks("rewrite", "honest", "exchanged", *files).ready()
-    return looked(stage, "exchanged", "data", str(preset))
+    return looked(stage, "exchanged", "data", preset)
 
 
 def _foreign_preset(stage: Stage, path: Path | None = None) -> Path:
-    evil = stage.model(stage.scratch / "evil", stage.other, "foreign")
+    evil = stage.model("evil", label="foreign")
     path = path or stage.scratch / "theirs" / "preset.toml"
-    return stage.preset(path, stage.other, name="foreign", model=_with_code(str(evil)))
+    return stage.preset(path, name="foreign", model=_with_code(str(evil)))
 
 
-def _looks_at(number: str, title: str, *command: str) -> None:
+def _looks_at(number: str, title: str, *command: Word) -> None:
     @attack(number, f"a foreign preset with trust_remote_code: {title}")
     def _(stage: Stage) -> Verdict:
         preset = str(_foreign_preset(stage))
@@ -197,9 +211,7 @@ def _(stage: Stage) -> Verdict:
     stage.preset(presets / "mine.toml", stage.owner, name="mine")
     config = stage.owner.home / ".config"
     stage.owner.give(config)
-    for folder, mode in ((stage.owner.home, 0o750), (config, 0o775)):
-        os.chown(folder, stage.owner.uid, PROJECT)
-        folder.chmod(mode)
+    _project_enters(stage, config)
     bait = stage.scratch / "config"
     evil = _foreign_preset(stage, bait / "presets" / "mine.toml")
     evil.write_text(evil.read_text().replace('"foreign"', '"mine"'))
@@ -207,7 +219,7 @@ def _(stage: Stage) -> Verdict:
     mine = config / "so-tui"
     moved = stage.begin(stage.other, "sh", "-ec", f"mv {mine} {mine}.taken; mv {bait} {mine}")
     if said := moved.end(20):
-        raise RuntimeError(f"the attacker exchanged nothing: {said[-300:]}")
+        raise RuntimeError(f"the attacker exchanged nothing: {said}")
     return looked(stage, "foreign", "data", "mine")
 
 
@@ -230,7 +242,7 @@ def _(stage: Stage) -> Verdict:
         stage.other,
         slurm={"partition": "p", "options": _OPTIONS},
     )
-    last = stage.said("run", str(preset), "--detach", "--no-preflight", PATH=path)
+    last = stage.said("run", preset, "--detach", "--no-preflight", PATH=path)
     script = record.read_text() if record.exists() else ""
     found = [option for option in _OPTIONS if option in script]
-    return judged(found, f"the script has {' '.join(found)}", last)
+    return judged(found, f"the script has {found}", last)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.foreign import SECRET, exports
 from benchmarks.attacks.limits import bounded
-from benchmarks.attacks.stage import Content, Stage, changed, write
+from benchmarks.attacks.stage import Content, Stage, cases, changed, read, write
 
 _ROW = {"text": SECRET}
 _LAST = 253402300800.0
@@ -21,7 +21,7 @@ _CONSUMED = ("data", "tiny", "--set")
 
 def _private_tokenizer(stage: Stage) -> Path:
     """Make a private tokenizer for the owner, with a private word in it."""
-    tree = json.loads((stage.ground.tokenizer / "tokenizer.json").read_text())
+    tree = read(stage.ground.tokenizer / "tokenizer.json")
     last = max(token["id"] for token in tree["added_tokens"])
     tree["added_tokens"].append(tree["added_tokens"][-1] | {"id": last + 1000, "content": SECRET})
     return stage.private("private.json", tree)
@@ -36,7 +36,7 @@ def _naming(stage: Stage, *, own: bool = False, name: str = "tokenizer", **chang
         name: The name of its folder.
         changes: The keys.
     """
-    folder = stage.model(stage.scratch / name, stage.other)
+    folder = stage.model(name)
     changed(folder / "tokenizer_config.json", **changes)
     if not own:
         (folder / "tokenizer.json").unlink()
@@ -44,14 +44,14 @@ def _naming(stage: Stage, *, own: bool = False, name: str = "tokenizer", **chang
 
 
 def _exports(stage: Stage, tokenizer: Path) -> Verdict:
-    run = stage.run_of(stage.other, stage.scratch / "run", tokenizer=str(tokenizer))
+    run = stage.run_of(stage.other, "run", tokenizer=tokenizer)
     return exports(stage, run)
 
 
 @attack("n6a", "tokenizer_config.json of others names a private tokenizer_file: export")
 def _(stage: Stage) -> Verdict:
     private = _private_tokenizer(stage)
-    return _exports(stage, _naming(stage, own=True, tokenizer_file=str(private)))
+    return _exports(stage, _naming(stage, own=True, tokenizer_file=private))
 
 
 @attack("n6b", "the same without a tokenizer.json of its own, and by a relative path")
@@ -64,8 +64,8 @@ def _(stage: Stage) -> Verdict:
 def _(stage: Stage) -> Verdict:
     vocabulary = {chr(33 + place): place for place in range(94)} | {SECRET: 94, "<|eos|>": 95}
     names: dict[str, Any] = {
-        "vocab_file": str(stage.private("vocab.json", vocabulary)),
-        "merges_file": str(stage.private("merges.txt", "#version: 0.2\n")),
+        "vocab_file": stage.private("vocab.json", vocabulary),
+        "merges_file": stage.private("merges.txt", "#version: 0.2\n"),
     }
     return _exports(stage, _naming(stage, tokenizer_class="GPT2Tokenizer", **names))
 
@@ -130,12 +130,12 @@ def _(stage: Stage) -> Verdict:
     for number, row in enumerate(rows):
         folder = stage.foreign(f"d{number}", {"a.jsonl": f"{row}\n"})
         bad += stage.complaints(60, *_CONSUMED, f"data.source={folder}")
-    return judged(bad, " / ".join(bad), "all are rows or refused by name")
+    return judged(bad, bad, "all are rows or refused by name")
 
 
 @attack("n8a", "model.safetensors.index.json names a private file as a part: generate, export")
 def _(stage: Stage) -> Verdict:
-    model = stage.exported(stage.scratch / "model", stage.other)
+    model = stage.exported()
     weights = next(model.glob("*.safetensors"))
     content = weights.read_bytes()
     private = stage.private("private.safetensors", content)
@@ -146,41 +146,40 @@ def _(stage: Stage) -> Verdict:
         parts = dict.fromkeys(tensors.keys() - {"__metadata__"}, named)
         index = {"metadata": {"total_size": len(content)}, "weight_map": parts}
         stage.foreign("model", {"model.safetensors.index.json": index})
-        victim = stage.so_tui("generate", str(model), "--prompt", "hello")
-        said = victim.end()
+        victim = stage.answered(model)
+        said = victim.text
         succeeded += [] if victim.code else [named]
     return judged(succeeded, f"it loaded the private weights {succeeded}", said)
 
 
 @attack("n8b", "the weights of a foreign model are a link to private ones: generate")
 def _(stage: Stage) -> Verdict:
-    model = stage.exported(stage.scratch / "model", stage.other)
+    model = stage.exported()
     weights = next(model.glob("*.safetensors"))
     write(weights, stage.private("private.safetensors", weights.read_bytes()))
     stage.other.give(model)
-    victim = stage.so_tui("generate", str(model), "--prompt", "hello")
-    said = victim.end()
-    return judged(not victim.code, "it loaded the private weights", said)
+    victim = stage.answered(model)
+    return judged(not victim.code, "it loaded the private weights", victim.text)
 
 
 @attack("n9", "a link of others in a shared HF_HOME to a private chat template: export")
 def _(stage: Stage) -> Verdict:
     home = stage.shared("huggingface", 0o2777)
     model = home / "hub" / "models--people--own"
-    snapshot = stage.model(model / "snapshots" / ("a" * 40), stage.other)
+    snapshot = stage.model(model / "snapshots" / ("a" * 40))
     write(model / "refs/main", "a" * 40)
     write(snapshot / "chat_template.jinja", stage.private("private.txt", SECRET))
-    stage.published(home / "hub", stage.other)
-    run = stage.run_of(stage.owner, stage.owner.home / "run", tokenizer="people/own")
-    verdict = exports(stage, run, HF_HOME=str(home))
+    stage.published(home / "hub")
+    run = stage.run_of(stage.owner, "run", tokenizer="people/own")
+    verdict = exports(stage, run, HF_HOME=home)
     # the commit's name as a path
     write(model / "refs/main", os.path.relpath(stage.owner.home, snapshot.parent))
-    again = stage.said(*_CONSUMED, "model.tokenizer=people/own", HF_HOME=str(home))
-    return verdict._replace(evidence=f"{verdict.evidence}; {again[-100:]}")
+    again = stage.said(*_CONSUMED, "model.tokenizer=people/own", HF_HOME=home)
+    return verdict._replace(evidence=f"{verdict.evidence}; {again}")
 
 
 def _inspects(stage: Stage, files: Mapping[str, Content]) -> Verdict:
-    return bounded(stage, "inspect", "--sysroot", str(stage.foreign("sysroot", files)))
+    return bounded(stage, "inspect", "--sysroot", stage.foreign("sysroot", files))
 
 
 _CORES = "sys/devices/system/cpu/online"
@@ -220,8 +219,8 @@ def _(stage: Stage) -> Verdict:
         for step in (1, 2, 3):  # all numbers, or every second or third
             tree = _with_numbers(json.loads(text), value, step)
             path = stage.foreign("machine", {"a.json": tree}) / "a.json"
-            bad += stage.complaints(35, "plan", "tiny", "--machine", str(path))
-    return judged(bad, f"{len(bad)}: {bad[:1]}", "all are planned or refused")
+            bad += stage.complaints(35, "plan", "tiny", "--machine", path)
+    return judged(bad, bad, "all are planned or refused")
 
 
 def _with_numbers(tree: Any, value: object, step: int = 1) -> Any:
@@ -244,32 +243,36 @@ def _numbers(tree: Any, at: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
         yield at
 
 
+_PRESETS = """
+{"gpus": 16, "nodes": 256}
+{"train": {"steps": 1000000000000000000}}
+{"train": {"gradient_accumulation": 65536, "micro_batch": 4096}}
+{"train": {"tokens_per_step": 1000000000000}}
+{"train": {"epochs": 1e308, "steps": 0}}
+{"data": {"sequence_length": 1048576}}
+{"data": {"held_out": 1e300}}
+{"checkpoint": {"keep": 1000000000000000000, "every_minutes": 1e308}}
+{"offload": {"sub_group_size": 1000000000000000000}}
+"""
+
+
 @attack("n11a", "presets with the largest values that keys take: plan, dry run")
 def _(stage: Stage) -> Verdict:
     bad = []
-    given: tuple[dict[str, Any], ...] = (
-        {"gpus": 16, "nodes": 256},
-        {"train": {"steps": 10**18}},
-        {"train": {"gradient_accumulation": 65_536, "micro_batch": 4096}},
-        {"train": {"tokens_per_step": 10**12}},
-        {"train": {"epochs": 1e308, "steps": 0}},
-        {"data": {"sequence_length": 1_048_576}},
-        {"data": {"held_out": 1e300}},
-        {"checkpoint": {"keep": 10**18, "every_minutes": 1e308}},
+    long: tuple[dict[str, Any], ...] = (
         {"prompts": {"texts": ["x" * 1000] * 1000}},
         {"slurm": {"time_limit": "9" * 4000}},
         {"title": "x" * 1_000_000},
         {"name": "n" * 5000},
         {"model": {"leaf_modules": ["(a+)+$" * 1000] * 100}},
-        {"offload": {"sub_group_size": 10**18}},
         {"checkpoint": {"folder": "x" * 5000}},
         {"data": {"source": "x" * 100_000}},
     )
-    for number, changes in enumerate(given):
-        path = stage.preset(stage.scratch / f"p{number}.toml", stage.other, **changes)
-        for command in (("plan", str(path)), ("run", str(path), "--dry-run")):
+    for number, changes in enumerate((*cases(_PRESETS), *long)):
+        path = stage.preset(f"p{number}.toml", **changes)
+        for command in (("plan", path), ("run", path, "--dry-run")):
             bad += stage.complaints(45, *command)
-    return judged(bad, f"{len(bad)}: {bad[:2]}", "all are planned or refused")
+    return judged(bad, bad, "all are planned or refused")
 
 
 _CONFIGS = """
@@ -302,10 +305,10 @@ def _(stage: Stage) -> Verdict:
         {"vocab_size": "9" * 5000},
         {"id2label": {str(n): "x" for n in range(300_000)}},
     )
-    for number, config in enumerate([*map(json.loads, _CONFIGS.split("\n")[1:-1]), *long]):
-        model = stage.model(stage.scratch / f"m{number}", stage.other, **config)
-        bad += stage.complaints(80, "presets", "add", str(model), "--name", f"m{number}")
-    return judged(bad, f"{len(bad)}: {bad[:2]}", "all are made or refused")
+    for number, config in enumerate((*cases(_CONFIGS), *long)):
+        model = stage.model(f"m{number}", **config)
+        bad += stage.complaints(80, "presets", "add", model, "--name", f"m{number}")
+    return judged(bad, bad, "all are made or refused")
 
 
 _ODD = (
@@ -335,8 +338,8 @@ def _odd_runs(stage: Stage, runs: Path) -> list[str]:
         if isinstance(odd, str):
             path.write_text(odd)
         elif path.exists():
-            write(path, _with_numbers(json.loads(path.read_text()), odd))
-        stage.published(path.parent, stage.other)
+            write(path, _with_numbers(read(path), odd))
+        stage.published(path.parent)
     for number, odd in enumerate(_NUMBERS):
         theirs = stage.run_of(stage.other, runs / f"s{number}")
         for path in (*theirs.glob("metrics/0*l"), *theirs.glob("samples.*/0*l")):
@@ -353,9 +356,9 @@ def _(stage: Stage) -> Verdict:
     many = (("runs",), ("runs", "--json"), ("compare", "mine", *names))
     single = [(word, name) for name in names for word in ("note", "logs", "watch")]
     bad = []
-    for (command, *_), code, said in stage.each((*many, *single), "--runs-dir", str(runs)):
+    for (command, *_), code, said in stage.each((*many, *single), "--runs-dir", runs):
         waits = command == "watch" and code == -14  # a run that may go on is watched
         hidden = command in ("runs", "compare") and "mine" not in said
         if (code < 0 and not waits) or hidden or "Traceback" in said:
-            bad.append(f"{command} {code} {said[-200:]}")
-    return judged(bad, f"{len(bad)}: {bad[:2]}", f"each of {len(names)} is shown or named")
+            bad.append(f"{command} {code} {said}")
+    return judged(bad, bad, f"each of {len(names)} is shown or named")

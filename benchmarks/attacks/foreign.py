@@ -34,31 +34,27 @@ def __getattr__(_): return _Anything()
 def exports(stage: Stage, run: Path, **options: Any) -> Verdict:
     """Tell whether an export of a run has what only the owner can read."""
     out = stage.owner.home / "out"
-    said = stage.said("export", str(run), "--to", str(out), **options)
-    found = [path for path in out.glob("*") if SECRET in path.read_text(errors="replace")]
-    modes = ", ".join(f"{path.name} ({path.stat().st_mode & 0o777:o})" for path in found)
-    return judged(found, f"the private words are in {modes}", said)
+    said = stage.said("export", run, "--to", out, **options)
+    found = [path.name for path in out.glob("*") if SECRET in path.read_text(errors="replace")]
+    return judged(found, f"the private words are in {found}", said)
 
 
 @attack("7a", "export of a foreign run whose chat template is a link to a private file")
 def _(stage: Stage) -> Verdict:
-    tokenizer = stage.model(stage.scratch / "tokenizer", stage.other)
+    tokenizer = stage.model("tokenizer")
     write(tokenizer / "chat_template.jinja", stage.private("private.txt", SECRET))
-    return exports(
-        stage, stage.run_of(stage.other, stage.scratch / "run", tokenizer=str(tokenizer))
-    )
+    return exports(stage, stage.run_of(stage.other, "run", tokenizer=tokenizer))
 
 
 @attack("7b", "an export that others can read")
 def _(stage: Stage) -> Verdict:
-    run, out = stage.run_of(stage.owner, stage.owner.home / "mine"), stage.owner.home / "out"
+    run, out = stage.run_of(stage.owner, "mine"), stage.owner.home / "out"
     run.chmod(0o700)
-    said = stage.said("export", str(run), "--to", str(out))
+    said = stage.said("export", run, "--to", out)
     if not any(out.glob("*")):
         raise RuntimeError(f"nothing was exported: {said}")
-    modes = {path: path.stat().st_mode & 0o777 for path in (out, *out.glob("*"))}
-    found = [f"{path.name} ({mode:o})" for path, mode in modes.items() if mode & 0o077]
-    return judged(found, f"others can read {', '.join(found)}", "no other user can read it")
+    found = [path.name for path in (out, *out.glob("*")) if path.stat().st_mode & 0o077]
+    return judged(found, f"others can read {found}", "no other user can read it")
 
 
 @attack("7c", "a link in a foreign data folder to a private file")
@@ -77,7 +73,7 @@ def _(stage: Stage) -> Verdict:
     )
     command = ("data", "tiny", "--set", f"data.source={source}")
     program = (stage.other.interpreter, "-P", "-m", "so_tui")
-    first = stage.begin(stage.other, *program, *command, umask=0o077, HF_HOME=str(own))
+    first = stage.begin(stage.other, *program, *command, umask=0o077, HF_HOME=own)
     first.end()
     shutil.copytree(own, home, dirs_exist_ok=True)
     stage.other.give(home)
@@ -87,13 +83,13 @@ def _(stage: Stage) -> Verdict:
     open_to_all(home)
     for path in prepared:
         path.write_bytes(path.read_bytes().replace(b"honest", b"forged"))
-    said = stage.said(*command, HF_HOME=str(home))
+    said = stage.said(*command, HF_HOME=home)
     return judged("forged" in said, "`data` shows the attacker's row", said)
 
 
 def resumed(stage: Stage, run: Path) -> Verdict:
     """Tell whether a run of four steps is resumed."""
-    said = stage.said("resume", str(run), "--plain", "--set", "train.steps=5")
+    said = stage.said("resume", run, "--plain", "--set", "train.steps=5")
     return judged("finished at step 5" in said, "it trained on", said)
 
 
@@ -102,7 +98,7 @@ def _resumes(number: str, title: str, tamper: Callable[[Stage, Path], None]) -> 
 
     @attack(number, f"resume accepts {title}")
     def _(stage: Stage) -> Verdict:
-        run = stage.run_of(stage.owner, stage.owner.home / "runs" / "mine")
+        run = stage.run_of(stage.owner, "runs/mine")
         tamper(stage, run)
         return resumed(stage, run)
 
@@ -154,12 +150,12 @@ def _(stage: Stage) -> Verdict:
     write(packages / "kernels.py", stub)
     asked, said = [], ""
     for number, name in enumerate(_NAMES):
-        model = stage.exported(stage.scratch / f"model{number}", stage.other)
+        model = stage.exported(f"model{number}")
         changed(model / "config.json", _attn_implementation=name)
         answer = ("--prompt", "hello", "--max-tokens", "2")
         path = f"{packages}:{stage.owner.python_path}"
-        said = stage.said("generate", str(model), *answer, PYTHONPATH=path)
+        said = stage.said("generate", model, *answer, PYTHONPATH=path)
         for mark in stage.marks.iterdir():
             asked.append(mark.read_text())
             mark.unlink()
-    return judged(asked, f"asked for {', '.join(asked)}", said)
+    return judged(asked, f"asked for {asked}", said)

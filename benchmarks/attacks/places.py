@@ -11,12 +11,12 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.code import looked, own_preset
 from benchmarks.attacks.foreign import SECRET, resumed
-from benchmarks.attacks.stage import PROJECT, Stage, changed, write
+from benchmarks.attacks.stage import PROJECT, Stage, Word, cases, changed, write
 
 _OWNER, _USER, _GROUP, _MASK, _OTHER = 1, 2, 4, 16, 32
 _NOBODY = 0xFFFFFFFF
@@ -37,17 +37,17 @@ def _allow(path: Path, user: int, owner: int = 7, *, default: bool = False) -> N
 
 @attack("n13a", "settings in a folder that a list, and not its mode, lets another user write")
 def _(stage: Stage) -> Verdict:
-    model = stage.model(stage.scratch / "own", stage.other, "listed")
-    preset = own_preset(stage, str(model))
+    model = stage.model("own", label="listed")
+    preset = own_preset(stage, model)
     preset.chmod(0o660)
     _list(stage, preset)
-    stage.said("trust", str(model), "--yes")
-    return looked(stage, "listed", "data", str(preset))
+    stage.said("trust", model, "--yes")
+    return looked(stage, "listed", "data", preset)
 
 
 @attack("n13b", "a run that a list lets another user write is resumed")
 def _(stage: Stage) -> Verdict:
-    run = stage.run_of(stage.owner, stage.owner.home / "runs" / "mine")
+    run = stage.run_of(stage.owner, "runs/mine")
     _list(stage, run / "spec.json", run, *run.rglob("*"))
     return resumed(stage, run)
 
@@ -73,7 +73,7 @@ def _below_a_default_list(stage: Stage, access: str, **variables: str) -> Verdic
     stage.owner.home.chmod(0o711)
     _allow(runs, stage.other.uid, default=True)
     runs.chmod(0o711)
-    said = stage.train("--runs-dir", str(runs), **variables).end()
+    said = stage.train("--runs-dir", runs, **variables).end()
     if not list(runs.rglob("spec.json")):
         raise RuntimeError(f"there is no run: {said}")
     found = stage.writable(*runs.rglob("*"), access=access)
@@ -108,14 +108,14 @@ time.sleep(600)
 def _held(stage: Stage, above: Path) -> str:
     """Let the attacker lock all that they can open, and return what was held."""
     paths = map(str, (above, *above.rglob("*")))
-    holder = stage.begin(stage.other, stage.other.interpreter, "-c", _HOLD, *paths)
+    holder = stage.python(stage.other, _HOLD, *paths)
     return holder.ready("held [").text.rpartition("held")[2]
 
 
 @attack("n14a", "a member of the group that reads a run locks its files: resume, stop")
 def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
-    stage.train("--runs-dir", str(runs), SO_TUI_SHARE="group", group=PROJECT).end()
+    stage.train("--runs-dir", runs, SO_TUI_SHARE="group", group=PROJECT).end()
     run = next(path.parent for path in runs.glob("*/spec.json"))
     held = _held(stage, run)
     outcome, evidence = resumed(stage, run)
@@ -127,16 +127,16 @@ def _(stage: Stage) -> Verdict:
     home = stage.shared("huggingface", 0o2777)
     rows = stage.private("rows.jsonl", {"text": "a row"})
     command = ("data", "tiny", "--set", f"data.source={rows}")
-    stage.said(*command, umask=0o002, HF_HOME=str(home))
+    stage.said(*command, umask=0o002, HF_HOME=home)
     shutil.rmtree(stage.owner.home / ".cache", ignore_errors=True)
     held = _held(stage, home)
-    bad = stage.complaints(60, *command, HF_HOME=str(home))
+    bad = stage.complaints(60, *command, HF_HOME=home)
     return judged(bad, bad, f"it ended; held {held}")
 
 
 @attack("n15a", "a run in a queue, copied from another user, names a job of the owner's: stop")
 def _(stage: Stage) -> Verdict:
-    theirs = stage.run_of(stage.other, stage.scratch / "theirs")
+    theirs = stage.run_of(stage.other, "theirs")
     path, _ = stage.slurm()
     record, bin_folder = stage.scratch / "cancelled", Path(path.partition(":")[0])
     for name in ("scancel", "squeue", "sacct"):
@@ -146,16 +146,16 @@ def _(stage: Stage) -> Verdict:
     submission = {"v": 1, "job": "7", "cluster": "here", "partition": "p", "time": time.time()}
     submission |= {"job_id": "7", "submitted": time.time()}
     write(theirs / "attempts" / "001" / "submission.json", submission)
-    stage.published(theirs, stage.other)
+    stage.published(theirs)
     mine = stage.owner.home / "runs" / "copied"
     code = "import shutil, sys; shutil.copytree(*sys.argv[1:])"
-    stage.owner.python(code, str(theirs), str(mine))
-    told = stage.said("stop", str(mine), "--grace", "3", PATH=path)
+    stage.python(stage.owner, code, theirs, mine).end()
+    told = stage.said("stop", mine, "--grace", "3", PATH=path)
     asked = record.read_text() if record.exists() else ""
     return judged("scancel" in asked, asked, told)
 
 
-def _planted(stage: Stage, target: Path, *command: str, folder: Path = Path("/")) -> Verdict:
+def _planted(stage: Stage, target: Path, *command: Word, folder: Path = Path("/")) -> Verdict:
     """Run a command that writes where the attacker has put a link to a file, or an empty folder,
     of the owner's.
     """
@@ -175,7 +175,7 @@ def _writes(number: str, title: str, *command: str, name: str = "out") -> None:
 
     @attack(number, f"{title}, which is a link of others to what the owner has")
     def _(stage: Stage) -> Verdict:
-        run = stage.run_of(stage.owner, stage.owner.home / "mine")
+        run = stage.run_of(stage.owner, "mine")
         if name == "out":
             (target := stage.owner.home / "target").mkdir()
             stage.owner.give(target)
@@ -219,12 +219,12 @@ def _(stage: Stage) -> Verdict:
     shared, target = stage.shared("project"), stage.owner.home / "target"
     target.mkdir()
     stage.owner.give(target)
-    run = stage.run_of(stage.owner, stage.owner.home / "mine")
+    run = stage.run_of(stage.owner, "mine")
     moved = []
     for watched in ("out", "."):
-        words = ("-c", _SWAP, str(shared), watched, str(target))
+        words = ("-c", _SWAP, shared, watched, target)
         moved.append(stage.begin(stage.other, stage.other.interpreter, *words).ready())
-    verdict = _planted(stage, target, "export", str(run), "--to", str(shared / "out"))
+    verdict = _planted(stage, target, "export", run, "--to", shared / "out")
     exchanged = "".join(each.text for each in moved)[-150:]
     return verdict._replace(evidence=f"{exchanged}; {verdict.evidence}")
 
@@ -244,20 +244,20 @@ except Exception as error:
 
 @attack("n17", "two runs of the owner's change names while one is deleted", race=True)
 def _(stage: Stage) -> Verdict:
-    worst, said = "", []
+    worst, deleted, said = "", 0, ""
     for number in range(20):
         runs = stage.shared(f"runs{number}")
         first, second = (stage.run_of(stage.owner, runs / name) for name in "ab")
         whole = {len([*first.rglob("*")])}
         attacker = stage.attacks("storm", first, second).ready()
-        python = (stage.owner.interpreter, "-P", "-c", _DELETE)
-        said.append(stage.begin(stage.owner, *python, str(first)).end(30)[-100:])
+        said = stage.python(stage.owner, _DELETE, first).end(30)
+        deleted += "deleted" in said
         attacker.process.kill()
         attacker.process.wait()
         left = {path.name: len([*path.rglob("*")]) for path in runs.iterdir()}
         if {*left.values()} != whole:
-            worst = f"{left}, not {whole}: {said[-1]}"
-    return judged(worst, worst, f"{sum('deleted' in each for each in said)} deleted; {said[-1]}")
+            worst = f"{left}, not {whole}: {said}"
+    return judged(worst, worst, f"{deleted} deleted; {said}")
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
@@ -292,9 +292,10 @@ def _(stage: Stage) -> Verdict:
         f"reference://::http:{web}/a.json",
         f"{web}/a",
     ):
-        for changes in ({"data": {"source": address}}, {"model": {"tokenizer": address}}):
-            path = stage.preset(stage.scratch / "p.toml", stage.other, **changes)
-            told = stage.said("data", str(path), HF_TOKEN="hf_secretsecret", HF_HUB_OFFLINE="0")
+        for table, key in (("data", "source"), ("model", "tokenizer")):
+            changes: dict[str, Any] = {table: {key: address}}
+            path = stage.preset("p.toml", **changes)
+            told = stage.said("data", path, HF_TOKEN="hf_secretsecret", HF_HUB_OFFLINE="0")
             said += told[-100:]
     server.shutdown()
     return judged(_Server.seen, _Server.seen[:2], f"nothing was asked; {said}")
@@ -302,19 +303,19 @@ def _(stage: Stage) -> Verdict:
 
 def _generates(stage: Stage, model: Path) -> list[str]:
     """Return what is wrong where a model of others answers, or is refused."""
-    return stage.complaints(60, "generate", str(model), "--prompt", "hello")
+    return stage.complaints(60, "generate", model, "--prompt", "hello")
 
 
 @attack("n19a", "a weight file that its author cuts while it is read (SIGBUS): generate", race=True)
 def _(stage: Stage) -> Verdict:
-    model = stage.exported(stage.scratch / "model", stage.other)
+    model = stage.exported()
     weights = next(model.glob("*.safetensors"))
-    victim = stage.so_tui("generate", str(model), "--prompt", "hello")
+    victim = stage.so_tui("generate", model, "--prompt", "hello")
 
     def mapped() -> bool:
         for process in stage.processes(stage.owner):
             with contextlib.suppress(Exception):
-                if any(str(weights) in each.path for each in process.memory_maps()):
+                if any(weights in each.path for each in process.memory_maps()):
                     return True
         return False
 
@@ -323,7 +324,7 @@ def _(stage: Stage) -> Verdict:
         os.truncate(weights, 4096)
     said = victim.end()
     bad = "Traceback" in said or not said.strip() or (victim.code or 0) < 0
-    return judged(bad, f"{victim.code}: {said[-200:]}", f"cut: {cut}; {said[-200:]}")
+    return judged(bad, f"{victim.code}: {said}", f"cut: {cut}; {said}")
 
 
 @attack("n19b", "weight files that end early, or whose header says that they do: generate")
@@ -345,55 +346,58 @@ def _(stage: Stage) -> Verdict:
             struct.pack("<Q", len(head)) + head + whole[body:],
         )
     ):
-        model = stage.exported(stage.scratch / f"model{number}", stage.other)
+        model = stage.exported(f"model{number}")
         weights = write(next(model.glob("*.safetensors")), content)
         if content is whole:
             os.truncate(weights, 1 << 42)
-        bad += _generates(stage, stage.published(model, stage.other))
-    return judged(bad, " / ".join(bad), "each is refused")
+        bad += _generates(stage, stage.published(model))
+    return judged(bad, bad, "each is refused")
+
+
+_GENERATION = """
+{"num_beams": 100000}
+{"num_return_sequences": 100000, "do_sample": true}
+{"max_new_tokens": 1000000000000}
+{"min_length": 1000000000}
+{"penalty_alpha": 0.6, "top_k": 9}
+{"assistant_early_exit": 2}
+{"cache_implementation": "quantized"}
+{"suppress_tokens": [1000000000]}
+{"prompt_lookup_num_tokens": 1000000000}
+{"compile_config": {"backend": "inductor"}}
+{"eos_token_id": [-1]}
+{"sequence_bias": [[[1], 1e308]]}
+{"constraints": ["x"]}
+{"guidance_scale": 1e9}
+{"cache_implementation": "static"}
+"""
 
 
 @attack("n20a", "generation_config.json of others asks for endless work: generate")
 def _(stage: Stage) -> Verdict:
     bad = []
-    given: tuple[dict[str, object], ...] = (
-        {"num_beams": 100_000},
-        {"num_return_sequences": 100_000, "do_sample": True},
-        {"max_new_tokens": 10**12},
-        {"min_length": 10**9},
-        {"penalty_alpha": 0.6, "top_k": 9},
-        {"assistant_early_exit": 2},
-        {"cache_implementation": "quantized"},
+    long: tuple[dict[str, object], ...] = (
         {"stop_strings": ["a" * 10_000] * 1000},
         {"bad_words_ids": [[1] * 1000] * 10_000},
-        {"suppress_tokens": [10**9]},
-        {"prompt_lookup_num_tokens": 10**9},
-        {"compile_config": {"backend": "inductor"}},
-        {"eos_token_id": [-1]},
-        {"sequence_bias": [[[1], 1e308]]},
-        {"constraints": ["x"]},
-        {"guidance_scale": 1e9},
-        {"custom_generate": str(stage.scratch)},
-        {"cache_implementation": "static"},
+        {"custom_generate": stage.scratch},
     )
-    for number, changes in enumerate(given):
-        model = stage.exported(stage.scratch / f"model{number}", stage.other)
+    for number, changes in enumerate((*cases(_GENERATION), *long)):
+        model = stage.exported(f"model{number}")
         changed(model / "generation_config.json", **changes)
-        bad += _generates(stage, stage.published(model, stage.other))
-    return judged(bad, f"{len(bad)}: {bad[:2]}", "each is ignored or refused")
+        bad += _generates(stage, stage.published(model))
+    return judged(bad, bad, "each is ignored or refused")
 
 
 @attack("n20b", "adapter_config.json of others names a private model: generate")
 def _(stage: Stage) -> Verdict:
-    private = stage.exported(stage.owner.home / "private", stage.owner)
-    model = stage.exported(stage.scratch / "model", stage.other)
+    private = stage.exported("private", stage.owner)
+    model = stage.exported()
     for path in model.glob("*.safetensors"):
         path.unlink()
-    tree = {"base_model_name_or_path": str(private), "peft_type": "LORA"}
+    tree = {"base_model_name_or_path": private, "peft_type": "LORA"}
     stage.foreign("model", {"adapter_config.json": tree})
-    victim = stage.so_tui("generate", str(model), "--prompt", "hello")
-    said = victim.end()
-    return judged(not victim.code, "the private model answered", said)
+    victim = stage.answered(model)
+    return judged(not victim.code, "the private model answered", victim.text)
 
 
 _SEQUENCES = (
@@ -412,13 +416,13 @@ _RAW = (b"\x1b", b"\x9b", b"\xe2\x80\xae", b"\0", b"\x7f", b"\r", b"\xf3\xa0\x81
 
 @attack("n20c", "raw bytes of terminal control in what a run's processes wrote: logs, watch")
 def _(stage: Stage) -> Verdict:
-    run = stage.run_of(stage.other, stage.scratch / "run")
+    run = stage.run_of(stage.other, "run")
     log = next(run.glob("attempts/001/output.*"))
     log.write_bytes(log.read_bytes() + b"".join(each + b" words\n" for each in _SEQUENCES))
-    stage.published(run, stage.other)
+    stage.published(run)
     said = b""
     for command in (("logs",), ("watch", "--plain")):
-        victim = stage.so_tui(*command, str(run))
+        victim = stage.so_tui(*command, run)
         victim.end(30)
         said += victim.output.read_bytes()
     if b"words" not in said:

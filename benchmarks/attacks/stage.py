@@ -72,6 +72,8 @@ for arguments in json.load(open(sys.argv[1])):
         print(json.dumps([arguments, code, output.read().decode(errors="replace")]), flush=True)
 print("told all")
 """
+Word = str | Path
+"""A part of a command."""
 Content = str | bytes | Path | list[Any] | dict[str, Any] | None
 """What ``write`` writes."""
 
@@ -150,12 +152,12 @@ class Stage:
     def begin(
         self,
         user: User,
-        *argv: str,
+        *argv: Word,
         umask: int = 0o022,
         group: int = 0,
         terminal: int | None = None,
         folder: Path = Path("/"),
-        **changes: str,
+        **changes: Any,
     ) -> Command:
         """Start a command as a user, in a session of its own."""
         self._count.append(0)
@@ -176,17 +178,23 @@ class Stage:
             )
         return Command(process, output)
 
-    def so_tui(self, *arguments: str, **options: Any) -> Command:
+    def so_tui(self, *arguments: Word, **options: Any) -> Command:
         """Start ``so-tui`` as the owner."""
         return self.begin(
             self.owner, self.owner.interpreter, "-P", "-m", "so_tui", *arguments, **options
         )
 
-    def said(self, *arguments: str, limit_s: float = COMMAND_S, **options: Any) -> str:
+    def said(self, *arguments: Word, limit_s: float = COMMAND_S, **options: Any) -> str:
         """Run ``so-tui`` as the owner to its end, and return what it wrote."""
         return self.so_tui(*arguments, **options).end(limit_s)
 
-    def complaints(self, longest_s: float, *arguments: str, **options: Any) -> list[str]:
+    def answered(self, model: Path) -> Command:
+        """Let the owner ask a model, and wait for the end of it."""
+        victim = self.so_tui("generate", model, "--prompt", "hello")
+        victim.end()
+        return victim
+
+    def complaints(self, longest_s: float, *arguments: Word, **options: Any) -> list[str]:
         """Run ``so-tui`` on hostile input, and return what is wrong: a traceback, a signal that
         ended it, or a time of more than ``longest_s``.
         """
@@ -195,35 +203,40 @@ class Stage:
         killed = victim.code is None or victim.code < 0
         crashed = killed or any(word in said for word in ("Traceback", "panicked", "\0"))
         took_s = time.monotonic() - began
-        shown = f"{' '.join(arguments)[-100:]} ({victim.code}, {took_s:.0f} s): {said[-150:]}"
+        shown = (
+            f"{' '.join(map(str, arguments))[-100:]} ({victim.code}, {took_s:.0f} s): {said[-150:]}"
+        )
         return [shown] if crashed else []
 
     def each(
-        self, commands: Sequence[tuple[str, ...]], *more: str
+        self, commands: Sequence[tuple[Word, ...]], *more: Word
     ) -> Iterator[tuple[list[str], int, str]]:
         """Run many commands of ``so-tui`` as the owner, in forks of one process, those that
         wait for a run for ten seconds. Yield each with its exit code and what it wrote.
         """
-        given = json.dumps([[*command, *more] for command in commands])
+        given = json.dumps([[*command, *more] for command in commands], default=str)
         listed = write(self.folder / "commands", given)
-        code = (self.owner.interpreter, "-P", "-c", _EACH, str(listed))
-        told = self.begin(self.owner, *code).end(COMMAND_S + 10 * len(commands))
+        told = self.python(self.owner, _EACH, listed).end(COMMAND_S + 10 * len(commands))
         if "told all" not in told:
             raise RuntimeError(f"not every command was run: {told[-500:]}")
         for line in told.splitlines()[:-1]:
             arguments, exit_code, said = json.loads(line)
             yield arguments, exit_code, said
 
-    def train(self, *arguments: str, how: str = "--plain", **options: Any) -> Command:
+    def train(self, *arguments: Word, how: str = "--plain", **options: Any) -> Command:
         """Start a short run of the owner's."""
         settings = (word for setting in SHORT for word in ("--set", setting))
         given = ("run", "tiny", how, "--no-preflight", *settings, *arguments)
         return self.so_tui(*given, **options)
 
-    def attacks(self, what: str, *arguments: object) -> Command:
+    def attacks(self, what: str, *arguments: Word) -> Command:
         """Start a part of ``benchmarks.attacks.attacker`` as the other user."""
         module = ("-P", "-m", "benchmarks.attacks.attacker", what)
-        return self.begin(self.other, self.other.interpreter, *module, *map(str, arguments))
+        return self.begin(self.other, self.other.interpreter, *module, *arguments)
+
+    def python(self, user: User, code: str, *arguments: Word) -> Command:
+        """Start Python code as a user."""
+        return self.begin(user, user.interpreter, "-P", "-c", code, *arguments)
 
     def shared(self, name: str, mode: int = 0o2770) -> Path:
         """Make a folder of the project, in which both can write."""
@@ -249,7 +262,11 @@ class Stage:
         """Give the other user, or ``user``, a folder in ``scratch`` that everybody can read."""
         for each, content in files.items():
             write(self.scratch / name / each, content)
-        return self.published(self.scratch / name, user or self.other)
+        return self.published(self.scratch / name, user)
+
+    def _place(self, where: Path | str, user: User | None) -> Path:
+        """Return a path in the owner's home, or in ``scratch`` for what is of the other user."""
+        return (self.owner.home if user is self.owner else self.scratch) / where
 
     def link(self, path: Path, target: Path) -> Path:
         """Let the attacker make a link in a folder of the project."""
@@ -277,8 +294,11 @@ class Stage:
         """Return Python that tells who ran it."""
         return _CODE.format(label=label, marks=str(self.marks))
 
-    def model(self, folder: Path, user: User, label: str = "", **config: Any) -> Path:
+    def model(
+        self, where: Path | str, user: User | None = None, label: str = "", **config: Any
+    ) -> Path:
         """Make the folder of a model without weights, with code of its own if it has a label."""
+        folder = self._place(where, user)
         shutil.copytree(self.ground.tokenizer, folder, dirs_exist_ok=True)
         tree = _toml(_ROOT / "presets/tiny.toml")["model"]["config"] | config
         if label:
@@ -292,44 +312,51 @@ class Stage:
         write(folder / "config.json", tree)
         return self.published(folder, user)
 
-    def preset(self, path: Path, user: User, **changes: Any) -> Path:
+    def preset(self, where: Path | str, user: User | None = None, **changes: Any) -> Path:
         """Write the embedded preset with changes: keys, and tables that are added to its own."""
+        path = self._place(where, user)
         tree = _toml(_ROOT / "presets/tiny.toml")
         for key, value in changes.items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(tree))
-        user.give(path)
+        (user or self.other).give(path)
         return path
 
-    def run_of(self, user: User, folder: Path, **model: Any) -> Path:
+    def run_of(self, user: User, where: Path | str, **model: Any) -> Path:
         """Give a user a copy of a run that has finished, which everybody can read.
 
         Args:
             user: Its owner, and that of the folder in which it is if nobody has made that yet.
-            folder: Where it goes.
+            where: Its path, from the home of the owner or from ``scratch``.
             model: Other values of its spec's model.
         """
+        folder = self._place(where, user)
         above = folder.parent
         if not above.exists():
             above.mkdir()
             user.give(above)
         shutil.copytree(self.ground.run, folder)
         if model:
-            spec = json.loads((folder / "spec.json").read_text())
+            spec = read(folder / "spec.json")
             changed(folder / "spec.json", model=spec["model"] | model)
         return self.published(folder, user)
 
-    def published(self, folder: Path, user: User) -> Path:
-        """Give a user a folder that everybody can read."""
-        user.give(folder)
+    def published(self, folder: Path, user: User | None = None) -> Path:
+        """Give the other user, or ``user``, a folder that everybody can read."""
+        (user or self.other).give(folder)
         for path in (folder, *folder.rglob("*")):
             if not path.is_symlink():
                 path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return folder
 
-    def exported(self, folder: Path, user: User, template: str = "") -> Path:
-        """Give a user an export that everybody can read, with a chat template."""
+    def exported(
+        self, where: Path | str = "model", user: User | None = None, template: str = ""
+    ) -> Path:
+        """Give the other user, or ``user``, an export that everybody can read, with a chat
+        template.
+        """
+        folder = self._place(where, user)
         shutil.copytree(self.ground.export, folder)
         if template:
             (folder / "chat_template.jinja").write_text(template)
@@ -445,15 +472,25 @@ def write(path: Path, content: Content) -> Path:
     elif isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        path.write_text(content if isinstance(content, str) else json.dumps(content, default=str))
     return path
 
 
 def changed(path: Path, **changes: Any) -> Path:
     """Change keys of a JSON file, or make one with them."""
-    tree = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(tree | changes))
+    tree = read(path) if path.exists() else {}
+    path.write_text(json.dumps(tree | changes, default=str))
     return path
+
+
+def read(path: Path) -> Any:
+    """Return what a JSON file holds."""
+    return json.loads(path.read_text())
+
+
+def cases(text: str) -> list[Any]:
+    """Return what lines of JSON hold."""
+    return [json.loads(line) for line in text.strip().splitlines()]
 
 
 def open_to_all(*paths: Path) -> None:
