@@ -127,10 +127,9 @@ def shards(folder: Path) -> list[str]:
     Raises InputError if one is elsewhere (``weights-elsewhere``).
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if whole.is_file():
-        names = [whole.name]
-    elif index.is_file():
+    pattern = whole.name if whole.is_file() else "*.safetensors"
+    names = sorted(path.name for path in folder.glob(pattern))
+    if index.is_file() and not whole.is_file():
         names = sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
     if elsewhere := [name for name in names if _is_elsewhere(folder, name)]:
         raise reject(
@@ -148,13 +147,12 @@ def _is_elsewhere(folder: Path, name: str) -> bool:
     """Return whether a name leads out of a folder, or, where others can write, a link leads to what
     is not theirs.
     """
-    if name.startswith("/") or ".." in name:
-        return True
     # The hub's cache has the content of a snapshot's files elsewhere in the repository's folder.
     root = (folder.parents[1] if folder.parent.name == "snapshots" else folder).resolve()
     path = (folder / name).resolve()
-    inside = path.is_relative_to(root) or not path.exists() or is_own(folder)
-    return not inside and path.stat().st_uid != root.stat().st_uid
+    allowed = path.is_relative_to(root) or not path.exists() or is_own(folder)
+    theirs = allowed or path.stat().st_uid == root.stat().st_uid
+    return name.startswith("/") or ".." in name or not theirs
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
