@@ -353,12 +353,12 @@ def _(stage: Stage) -> Verdict:
     runs = stage.shared("runs")
     stage.run_of(stage.owner, runs / "mine")
     names = _odd_runs(stage, runs)
-    many = (("runs",), ("runs", "--json"), ("compare", "mine", *names))
-    single = [(word, name) for name in names for word in ("note", "logs", "watch")]
+    commands = [("runs",), ("runs", "--json"), *(("compare", "mine", name) for name in names)]
+    commands += [(word, name) for name in names for word in ("note", "logs", "watch")]
     bad = []
-    for (command, *_), code, said in stage.each((*many, *single), "--runs-dir", runs):
+    for (command, *_), code, said in stage.each(commands, "--runs-dir", runs):
         waits = command == "watch" and code == -14  # a run that may go on is watched
-        hidden = command in ("runs", "compare") and "mine" not in said
+        hidden = command == "runs" and "mine" not in said
         if (code < 0 and not waits) or hidden or "Traceback" in said:
             bad.append(f"{command} {code} {said}")
     return judged(bad, bad, f"each of {len(names)} is shown or named")
