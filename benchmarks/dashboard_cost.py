@@ -328,7 +328,7 @@ def _run_ours(seconds: float, tick_s: float, telling: int, path: str) -> None:
         drawn.append(snapshot.length)
         show(self, snapshot)
 
-    setattr(screen.DashboardScreen, "_take", counted)  # noqa: B010 - mypy forbids to assign to a method
+    setattr(screen.DashboardScreen, "_show", counted)  # noqa: B010 - mypy forbids to assign to a method
     setattr(app.SoTuiApp, "on_ready", lambda app: _timed(app, seconds, telling, lambda: len(drawn)))  # noqa: B010 - a subclass would look for its styles beside this file
     app.SoTuiApp(open_run=RunDirectory(Path(path)), runs_dir=Path(path).parent).run()
 

@@ -54,6 +54,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert (first.length, second.length) == (300, 301), "a snapshot stays as it was handed over"
     assert second.whole.series["loss"].value(300) == 1.25
     assert second.log_lines == ()
+    assert [record.step for record in second.recent] == [*range(272, 302)]
 
 
 def test_a_resume_takes_later_steps_and_evaluations_back(runs_dir: Path) -> None:
@@ -76,6 +77,8 @@ def test_a_resume_takes_later_steps_and_evaluations_back(runs_dir: Path) -> None
         assert snapshot.length == 31
         assert (snapshot.whole.steps[30], snapshot.whole.series["loss"].value(30)) == (31, 9.0)
         assert some(snapshot.evaluations).length == 1
+        assert [record.step for record in snapshot.recent] == [*range(2, 32)]
+        assert snapshot.recent[-1].loss == 9.0
 
 
 def test_views_stay_inside_the_run_and_keep_the_newest_in_sight() -> None:
@@ -196,6 +199,7 @@ def test_records_of_a_failed_poll_are_drawn(
     snapshot = follower.poll(WANTED)
     assert not snapshot.read_error
     assert list(snapshot.whole.steps[: snapshot.length]) == [*range(1, 53)]
+    assert [record.step for record in snapshot.recent] == [*range(23, 53)]
 
 
 def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> None:

@@ -504,6 +504,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
             signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
         if self.metric.leads and self.lines[0].series.missing:
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
+        if not signs:
+            return self.marks
         middles = [(low + high) / 2 for low, high in pairwise(axis.edges(width))]
         bad = (Mark(middles[at], middles[at], sign, "bad") for at, sign in signs.items())
         return [*self.marks, *bad]

@@ -147,6 +147,13 @@ class Series:
             start, stop, level = head // FANOUT, tail // FANOUT, level + 1
         return (least, greatest) if least <= greatest else None
 
+    def measured(self, length: int) -> bool:
+        """Return whether there is anything to draw of the first values: quickly where they end with
+        a number, as nearly all do.
+        """
+        ended = length > 0 and math.isfinite(self.value(length - 1))
+        return ended or self.extremes(0, length) is not None
+
     def has_gap(self, start: int, stop: int) -> bool:
         """Return whether a gap lies in ``[start, stop)``."""
         position = bisect_left(self._gaps, start)

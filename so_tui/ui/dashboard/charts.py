@@ -126,8 +126,9 @@ class ChartPanel(Container, CachedLinesMixin):
         ]
         for chart in self.charts:
             last = chart.metric is self.page.metrics[-1]
-            chart.turns = self.page.note_in(chart.heading_room) if last else ""
-            self._show_metric(chart, marks)
+            room = chart.heading_room
+            chart.turns = self.page.note_in(room) if last else ""
+            self._show_metric(chart, room, marks)
 
     @property
     def _beyond_end(self) -> bool:
@@ -139,12 +140,12 @@ class ChartPanel(Container, CachedLinesMixin):
             return False
         return cursor > (whole.steps if self._view.unit == "step" else whole.times)[length - 1]
 
-    def _show_metric(self, chart: Chart, marks: list[Mark]) -> None:
+    def _show_metric(self, chart: Chart, room: int, marks: list[Mark]) -> None:
         metric, snapshot, layout = chart.metric, self._snapshot, self.chart_layout
         chart.log_scale, chart.robust = metric.key in layout.log, metric.key in layout.robust
         coloured = not self.app.no_color
-        pairs = self._lines(chart, coloured=coloured)
-        measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
+        pairs = self._lines(metric, room, coloured=coloured)
+        measured = any(line.series.measured(line.length) for line, _ in pairs)
         sampled = all(name in snapshot.hosts.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (
             sampled and set(metric.fields) <= snapshot.whole.series.keys()
@@ -158,7 +159,7 @@ class ChartPanel(Container, CachedLinesMixin):
         for at, other in enumerate(self._overlays):
             look = look_of(at, coloured=coloured)
             pairs += [(line, "") for line in other.lines(metric, *look)]
-        roomy = chart.heading_room >= ROOMY
+        roomy = room >= ROOMY
         if metric.narrow_title:
             chart.title = metric.title if roomy else metric.narrow_title
         latest = snapshot.latest if self._view.cursor is None else None
@@ -176,12 +177,11 @@ class ChartPanel(Container, CachedLinesMixin):
             progress=reading_text(snapshot.unread_share) if metric.leads else "",
         )
 
-    def _lines(self, chart: Chart, *, coloured: bool) -> list[Named]:
+    def _lines(self, metric: Metric, room: int, *, coloured: bool) -> list[Named]:
         """Return the lines of a metric with their names in the heading. Where nothing is
         ``coloured``, parts of a step have signs.
         """
-        metric, snapshot, axis = chart.metric, self._snapshot, self._axis
-        roomy = chart.heading_room >= ROOMY
+        snapshot, axis, roomy = self._snapshot, self._axis, room >= ROOMY
         crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
         newest = "." if snapshot.training or self._view.cursor is not None or crowded else "last"
         evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
@@ -210,17 +210,18 @@ class ChartPanel(Container, CachedLinesMixin):
         smoothed = field in snapshot.whole.means
         pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
         if smoothed:
-            pairs.append((snapshot.line(mean_of(field), metric.role, axis), self._mean_name(chart)))
+            pairs.append((snapshot.line(mean_of(field), metric.role, axis), self._mean_name(room)))
         if metric.leads:
             pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
         return pairs
 
-    def _mean_name(self, chart: Chart) -> str:
+    def _mean_name(self, room: int) -> str:
         """Return the name of the mean in as many words as leave room for the other values."""
         snapshot, whole = self._snapshot, self._snapshot.whole
         if whole.wanted.ema is not None:
             return mean_name(whole.span, whole.wanted.ema)
-        room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
+        if snapshot.evaluations is not None:
+            room -= EVALUATION_CELLS
         return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 
 

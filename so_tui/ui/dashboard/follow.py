@@ -97,6 +97,8 @@ class RunFollower(_ReadRun):
         self._checking = False
         self._closer: StepSeries | None = None
         self._recent: tuple[StepRecord, ...] = ()
+        self._generation = -1
+        """Of the metrics, for which those are the recent steps; -1 where they are to be read."""
         self._released = False
         """Whether the last poll combined rows, or read the last of many: the screen does not hold
         what that took any more.
@@ -111,17 +113,19 @@ class RunFollower(_ReadRun):
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
         lines: list[LogLine] = []
+        steps: list[StepRecord] = []
         read_error = ""
         try:
             for _ in range(MOST_POLLS):
                 update = self._reader.poll(earlier=False)
                 lines += update.log_lines
+                steps += update.steps
                 for host, new in update.samples.items():
                     self._new_samples[host] = (*self._new_samples.get(host, ()), *new)
                 self._read_attempt(update.state)
                 if not update.behind:
                     break
-            complete = self._read_all_steps(wanted)
+            complete = self._read_all_steps(wanted, steps)
             self._loads.want(wanted.samples)
             # What was sampled before the first step is not shown.
             if complete or len(self._whole):
@@ -134,12 +138,14 @@ class RunFollower(_ReadRun):
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         except OSError as error:
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
+            self._generation = -1  # steps may be lost
         return self._snapshot(tuple(lines), read_error)
 
-    def _read_all_steps(self, wanted: Wanted) -> bool:
+    def _read_all_steps(self, wanted: Wanted, new: list[StepRecord]) -> bool:
         """Read new steps, also for a window that reaches to the newest. Return whether all are
-        known.
+        known. ``new`` are the records that this poll has read one by one.
         """
+        metrics = self._reader.metrics
         if self._released:
             give_back()
         before, newest = self._whole, self._whole.last_step
@@ -149,12 +155,15 @@ class RunFollower(_ReadRun):
             if self._whole is not before:
                 self._closer = None
             elif self._closer.last_step == newest:
-                self._closer.extend([*self._reader.metrics.steps(newest + 1, math.inf)])
-        newest_known = self._recent[-1] if self._recent else None
-        if self._reader.metrics.latest != newest_known or not (more or was_complete):
-            self._recent = tuple(self._reader.metrics.recent(RECENT_STEPS))
+                self._closer.extend([*metrics.steps(newest + 1, math.inf)])
+        completed = not (more or was_complete)
+        self._recent = (*self._recent, *new)[-RECENT_STEPS:]
+        known = self._generation == metrics.generation and self._recent[-1:] == (metrics.latest,)
+        if completed or not known:
+            self._generation = metrics.generation
+            self._recent = tuple(metrics.recent(RECENT_STEPS))
         combined = self._whole.halvings > before.halvings
-        self._released = combined or not (more or was_complete)
+        self._released = combined or completed
         return not more
 
     def _read_window(self, wanted: Wanted, window: Span | None) -> None:

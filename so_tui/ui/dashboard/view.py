@@ -50,7 +50,7 @@ class Overlaid:
         return [
             replace(line, role=role, sign=sign)
             for line in found
-            if line.series.extremes(0, line.length) is not None
+            if line.series.measured(line.length)
         ]
 
     @property
