@@ -247,7 +247,7 @@ class Stage:
         return folder
 
     def writable(self, *paths: Path, access: str = "W_OK") -> list[str]:
-        """Return which of these the other user, who is in no further group, can write."""
+        """Return which of these the other user can write, without the group of the project."""
         code = f"import os, sys; print(*[p for p in sys.argv[1:] if os.access(p, os.{access})])"
         return self.other.python(code, *map(str, paths)).stdout.split()
 
@@ -327,7 +327,7 @@ class Stage:
         """Give a user a copy of a run that has finished, which everybody can read.
 
         Args:
-            user: Its owner, and that of the folder in which it is if nobody has made that yet.
+            user: Its owner. The folder above it is made for the same user if it is missing.
             where: Its path, from the home of the owner or from ``scratch``.
             model: Other values of its spec's model.
         """

@@ -150,9 +150,12 @@ def _is_elsewhere(folder: Path, name: str) -> bool:
     # The hub's cache has the content of a snapshot's files elsewhere in the repository's folder.
     root = (folder.parents[1] if folder.parent.name == "snapshots" else folder).resolve()
     path = (folder / name).resolve()
-    allowed = path.is_relative_to(root) or not path.exists() or is_own(folder)
-    theirs = allowed or path.stat().st_uid == root.stat().st_uid
-    return name.startswith("/") or ".." in name or not theirs
+    of_another = path.exists() and path.stat().st_uid != root.stat().st_uid
+    return (
+        name.startswith("/")
+        or ".." in name
+        or (of_another and not path.is_relative_to(root) and not is_own(folder))
+    )
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
