@@ -169,7 +169,9 @@ class Stage:
                 group=group or user.uid,
                 extra_groups=[PROJECT],
                 umask=umask,
-                env=user.environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", **changes),
+                env=user.environment(
+                    **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+                ),
                 cwd=folder,
                 stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=file if terminal is None else terminal,
