@@ -382,17 +382,14 @@ def _nodes(files: SystemFiles, online: Cpus) -> Nodes:
     """
     whole = meminfo(files.text("/proc/meminfo"))
     ids = sorted(
-        int(name[4:])
-        for name in files.names(_NODES)
-        if name.startswith("node") and name[4:].isdecimal()
+        int(name[4:]) for name in files.names(_NODES) if re.fullmatch(r"node[0-9]{1,5}", name)
     )
     if not ids:
         return (_node(0, online, whole, (10,)),)
     read = []
     for node in ids:
         folder = f"{_NODES}/node{node}"
-        distances = files.text(f"{folder}/distance").split()
-        known = tuple(int(distance) for distance in distances if distance.isdecimal())
+        known = tuple(map(int, re.findall(r"\b[0-9]{1,5}\b", files.text(f"{folder}/distance"))))
         cpus = cpus_or_empty(files.text(f"{folder}/cpulist"))
         read.append((node, cpus, meminfo(files.text(f"{folder}/meminfo")), known))
     sole = sole_memory_node(tuple(_node(*parts) for parts in read))

@@ -48,11 +48,14 @@ class SystemFiles:
             return ""
 
     def integer(self, name: str) -> int | None:
-        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x)."""
+        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x);
+        None if it is none, or one of more than 64 bits.
+        """
         try:
-            return int(self.text(name).strip(), 0)
+            number = int(self.text(name).strip(), 0)
         except ValueError:
             return None
+        return number if abs(number) < 1 << 64 else None
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Return the sorted entries of a folder; empty if there is none."""

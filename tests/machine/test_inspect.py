@@ -4,7 +4,9 @@ what people read of them, which stands together within 80 columns.
 
 from __future__ import annotations
 
+import re
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from so_tui.machine.host import (
 )
 from so_tui.machine.show import render
 from so_tui.machine.system_files import SystemFiles, read_network
+from so_tui.spec import InputError
 from tests.support import planning
 from tests.support import sysroots as hosts
 from tests.support.problems import rejected
@@ -280,3 +283,20 @@ def test_network_adapters_that_are_up_add_up(
 ) -> None:
     found = read_network(system_files(FILES["network"][name], tmp_path))
     assert (found and (found.gbit_per_s, found.source)) == network
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "-" + "9" * 400, "\u00b2"])
+def test_no_number_in_a_foreign_tree_ends_inspection(number: str, tmp_path: Path) -> None:
+    root = hosts.build_sysroot(hosts.ONE_GH200.listing(), tmp_path)
+    nodes = root / "sys/devices/system/node"
+    (nodes / f"node{number[:200]}").mkdir()
+    names = ("meminfo", "distance", "cpulist")
+    (root / "proc").mkdir(exist_ok=True)
+    (whole := root / "proc/meminfo").write_text("MemTotal: 1024 kB\n")
+    for path in (whole, *(nodes / "node0" / name for name in names)):
+        known = path.read_text()
+        for hostile in (f"{number} {number}\n", re.sub(r"\d+", number, known)):
+            path.write_text(hostile)
+            with suppress(InputError):  # such as one of a tree without CPUs
+                render(inspect_machine(root))
+        path.write_text(known)

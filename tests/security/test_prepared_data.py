@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from so_tui.spec import ModelSpec
+from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.stored import shards
 from tests.support.problems import rejected
 from tests.support.users import SharedMachine
@@ -319,5 +321,43 @@ def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
 def test_an_index_that_names_weights_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
     index = json.dumps({"weight_map": {"a": named}})
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with rejected("weights-elsewhere"):
-        shards(tmp_path)
+    for read in (shards, lambda folder: of_folder(folder, ModelSpec(id=str(folder)))):
+        with rejected("weights-elsewhere"):
+            read(tmp_path)
+
+
+SHARDS = """
+import sys
+from pathlib import Path
+from so_tui.spec import InputError
+from so_tui_trainer.model.stored import shards
+try:
+    print(*shards(Path(sys.argv[1])))
+except InputError as error:
+    print(error.problems[0].code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["model", "hub/models--people--own/snapshots/abc"])
+def test_a_link_of_others_to_private_weights_is_refused(machine: SharedMachine, place: str) -> None:
+    folder = machine.scratch / place
+    folder.mkdir(parents=True)
+    private, theirs = machine.owner.home / "a", machine.other.home / "a"
+    machine.other.home.chmod(0o755)
+    blob = folder.parent / "blob" if place == "model" else folder.parents[1] / "blobs" / "a"
+    blob.parent.mkdir(exist_ok=True)
+    for user, target, refused in (
+        (machine.owner, private, True),
+        (machine.other, theirs, False),
+        (machine.other, blob, False),
+    ):
+        target.write_text("")
+        machine.other.give(machine.scratch)
+        user.give(target)
+        link = folder / "model.safetensors"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        machine.other.give(link)
+        said = machine.owner.python(SHARDS, str(folder)).stdout.strip()
+        assert said == ("weights-elsewhere" if refused else link.name)

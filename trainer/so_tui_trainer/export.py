@@ -33,6 +33,7 @@ from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.foreign import is_own, private_copy
 from so_tui_trainer.model.config import load_config, stored_config, unreadable
+from so_tui_trainer.model.stored import shards
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
     DEFAULT_ATTENTION,
@@ -435,8 +436,10 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
         model: The model whose code runs if it is allowed; without, all is read from the folder.
 
     Raises:
-        InputError: There is no model in it that can be read (``model-unreadable``).
+        InputError: There is no model in it that can be read (``model-unreadable``), or its index
+            names weights elsewhere (``weights-elsewhere``).
     """
+    shards(folder)  # transformers would follow any name
     given = model if model.trust_remote_code else replace(model, id=str(folder))
     with explained(
         given,
