@@ -126,8 +126,8 @@ def shorten_path(path: str, width: int) -> str:
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
     shown = _end_of(line, width - 1)
-    folder = shown.find("/", 0, -1)  # whole names are read more easily than the end of one
-    return f"…{shown[max(0, folder) :]}"
+    # Whole names are read more easily than the end of one.
+    return "…" + shown[max(0, shown.find("/", 0, -1)) :]
 
 
 def _end_of(line: str, width: int) -> str:

@@ -19,12 +19,12 @@ import sys
 from so_tui.spec import DataSpec, InputError, ModelSpec
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.hub import download
-from so_tui_trainer.remote_code import loadable
+from so_tui_trainer.remote_code import load_arguments
 model = ModelSpec(id="an/author", weights="pretrained")
 for read in (
     lambda: list(download(model, "config.json")),
-    lambda: loadable(model),
-    lambda: loadable(ModelSpec(id="an/author", trust_remote_code=True)),
+    lambda: load_arguments(model),
+    lambda: load_arguments(ModelSpec(id="an/author", trust_remote_code=True)),
     lambda: open_sources(DataSpec(source="an/author")),
 ):
     try:

@@ -132,8 +132,7 @@ class _ChartFrame(NamedTuple):
             if beside:  # its first two cells are blank: one of them belongs to the line
                 (text, role), *others = beside
                 right = [(text[1:], role), *others, (" ─╮", "frame")]
-            between = "─" * (self.width - cells_in([*left, *right]))
-            row = [*left, (between, "frame"), *right]
+            row = [*left, ("─" * (self.width - cells_in([*left, *right])), "frame"), *right]
         strip = Strip(joined(row, self.styles))
         return strip.adjust_cell_length(self.width, self.styles["base"])
 
