@@ -238,7 +238,7 @@ def seen_in(
         OSError: Something went meanwhile, or cannot be entered.
     """
     source, trusted, own = source.absolute(), (os.geteuid(), 0), is_own(source)
-    left = [*((above, False) for above in source.parents), (source, True)]
+    left = [(source, True), *((above, False) for above in source.parents)]
     folders, elsewhere, count = set[tuple[int, int]](), set[Path](), 0
     seen = set[tuple[Path, int, int, int, int]]()
     while left:
