@@ -46,6 +46,7 @@ TWO = ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLING = (QUESTION, say("", thinking="hm", tool_calls=[CALL]), Message("tool", "5"), FIVE)
 NAMING = (QUESTION, say("", tool_calls=["add"]), Message("tool", "5"), FIVE)
+BARE = {"type": "function", "function": {"name": "add", "arguments": {}}}
 FINAL = "<|channel|>final<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
@@ -141,7 +142,7 @@ CONVERSATIONS: dict[str, tuple[str, Conversation, list[str]]] = {
     ),
     "a call that nothing ends": (
         TEMPLATES["open_ended"],
-        NAMING,
+        (QUESTION, say("", tool_calls=[BARE]), *NAMING[2:]),
         ["\n[add]<|eos|>", "It is 5.<|eos|>"],
     ),
     "a thought of its own": (

@@ -132,9 +132,9 @@ class Encoder:
                 zip(batch, rows_written, strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
-                first = leading if bare or not self.chat.templated else []
+                own_leading = leading if bare or not self.chat.templated else []
                 own = list(islice(encoded, len(written.documents)))
-                fitted = [self._fit(number, first, tokens, bare=bare) for tokens in own]
+                fitted = [self._fit(number, own_leading, tokens, bare=bare) for tokens in own]
                 yield _joined(number, fitted, written)
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:

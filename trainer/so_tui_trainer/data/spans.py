@@ -266,7 +266,8 @@ class _Row:
         tail, stop = self._closed(index, found, thinks=thinks)
         if (opened := _OPENED.search(prompt)) and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
-            return closing + tail, stop + len(closing)
+            text = tail.lstrip("\n")
+            return closing + text, stop + len(closing) + len(text) - len(tail)
         return tail, stop
 
     def _closed(self, index: int, tail: str, *, thinks: bool) -> tuple[str, int]:
