@@ -67,7 +67,7 @@ def trained(
     found = []
     for ids, flags in encoder.encode(documents_of(encoder.chat, talk, loss).documents):
         runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
-        found += [tokenizer.decode([token for token, _ in run]) for flag, run in runs if flag]
+        found += [str(tokenizer.decode([token for token, _ in run])) for flag, run in runs if flag]
     return found
 
 

@@ -116,7 +116,8 @@ class Chat:
     @property
     def stop_id(self) -> int:
         """Id of the token at which generation stops."""
-        (found,) = self.tokenizer.convert_tokens_to_ids(self.specials.findall(self.stop)[-1:])
+        last: str = self.specials.findall(self.stop)[-1]
+        found: Any = self.tokenizer.convert_tokens_to_ids(last)
         return int(found)
 
     def stops_at_end(self, text: str) -> str:
