@@ -106,7 +106,9 @@ class CheckpointSpec(_Section, frozen=True):
 # ``[data]``: rows, and how they become sequences.
 
 
-DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
+DataFormat = Literal[
+    "auto", "alpaca", "sharegpt", "messages", "prompt-completion", "xlam", "glaive", "text"
+]
 LossOn = Literal["assistant", "last-turn", "all"]
 
 

@@ -18,8 +18,8 @@ from so_tui_trainer.data.chat import (
     _segments,
     chat_of,
 )
-from so_tui_trainer.data.rows import Conversation, Message
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import Conversation, Message
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 

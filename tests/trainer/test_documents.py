@@ -15,9 +15,9 @@ import pytest
 
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import _pack, fill
-from so_tui_trainer.data.rows import Conversation
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from so_tui_trainer.data.turns import Conversation
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.python_path import printed

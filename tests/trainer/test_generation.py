@@ -24,8 +24,8 @@ from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, 
 from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
-from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import TEXT, Message
 from so_tui_trainer.export import _marker_of, of_folder, placed
 from so_tui_trainer.generation import (
     Prompts,

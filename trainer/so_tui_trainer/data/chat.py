@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, first_line
 from so_tui.spec.errors import reject
-from so_tui_trainer.data.rows import REASONING_KEYS, TOOLS, Message
+from so_tui_trainer.data.turns import REASONING_KEYS, TOOLS, Message
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:

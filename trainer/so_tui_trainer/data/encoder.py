@@ -18,9 +18,10 @@ from so_tui.spec.run_spec import LossOn
 from so_tui.units import thousands
 from so_tui_trainer.data.chat import Chat, TemplateError
 from so_tui_trainer.data.documents import Counts
-from so_tui_trainer.data.rows import TEXT, bad_row
+from so_tui_trainer.data.rows import bad_row
 from so_tui_trainer.data.sources import Opened
 from so_tui_trainer.data.spans import Segment, documents_of
+from so_tui_trainer.data.turns import TEXT
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:

@@ -31,13 +31,14 @@ from so_tui.trust.files import NotOwnError, open_descriptor, read_bounded
 from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
+    NESTED_COLUMNS,
     TEXT_COLUMNS,
-    Conversation,
     Layout,
     bad_row,
     layout_of,
     read_row,
 )
+from so_tui_trainer.data.turns import Conversation
 from so_tui_trainer.foreign import datasets_cache, is_own, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.step_limits import limited
@@ -560,11 +561,13 @@ def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
 
 
 def _verbatim_features(features: Any, name: str = "") -> Any:
-    """Replace guessed timestamps, and fractions in text columns, by JSON, which preserves what is
-    written.
+    """Replace guessed timestamps, fractions in text columns, and objects in which keys that a row
+    has not would be nulls, by JSON, which preserves what is written.
     """
     import datasets
 
+    if name in NESTED_COLUMNS and _has_objects(features):
+        return datasets.Json()
     if isinstance(features, dict):
         return type(features)(
             {name: _verbatim_features(inner, name) for name, inner in features.items()}
@@ -577,6 +580,32 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
         if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS)
         else features
     )
+
+
+def _has_objects(feature: Any, *, turns: bool = True) -> bool:
+    """Return whether a feature has objects, other than turns of plain values if these are left
+    out: nulls among the keys of a turn have no meaning.
+    """
+    if isinstance(feature, dict):
+        if turns and not {"role", "from"}.isdisjoint(feature):
+            return any(_has_objects(inner, turns=False) for inner in feature.values())
+        return True
+    return hasattr(feature, "feature") and _has_objects(feature.feature, turns=turns)
+
+
+def _without_filled_nulls(feature: Any, value: Any) -> Any:
+    """Remove nulls of keys from a value whose rows differ in their keys. ``datasets`` fills them
+    in, except within JSON.
+    """
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {
+            name: _without_filled_nulls(feature.get(name), inner)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if hasattr(feature, "feature") and isinstance(value, list):
+        return [_without_filled_nulls(feature.feature, inner) for inner in value]
+    return value
 
 
 # Turn the errors of ``datasets`` and the hub client into problems with a code and a remedy.
@@ -765,6 +794,9 @@ class Opened(NamedTuple):
                 f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
+        for name in NESTED_COLUMNS.intersection(batch):
+            if _has_objects(feature := self.rows.features[name]):
+                batch[name] = [_without_filled_nulls(feature, value) for value in batch[name]]
         for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):
             yield read_row(dict(zip(batch, values, strict=True)), self.layout, source, number)
 

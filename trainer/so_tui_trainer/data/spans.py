@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui_trainer.data.chat import Chat, TemplateError
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.rows import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
+from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
 
 Kind = Literal[
     "system-dropped",
