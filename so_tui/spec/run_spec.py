@@ -162,6 +162,24 @@ class DataSpec(_Section, frozen=True):
             )
         ),
     ] = "assistant"
+    split_turns: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Train an answer that the chat template writes in another form once it is earlier "
+                "(without its reasoning, say) in a document of its own; otherwise it is context."
+            )
+        ),
+    ] = True
+    unproven: Annotated[
+        Literal["refuse", "context"],
+        Meta(
+            description=(
+                "Answers of which it is not certain what tokens the model is to write: `refuse` "
+                "the data, or leave them as `context`."
+            )
+        ),
+    ] = "refuse"
     sequence_length: Annotated[
         int,
         Meta(

@@ -11,13 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import (
-    Encoder,
-    TemplateError,
-    _encodes_segments_apart,
-    _segments,
-    chat_of,
-)
+from so_tui_trainer.data.chat import TemplateError, chat_of
+from so_tui_trainer.data.encoder import Encoder, _encodes_segments_apart
+from so_tui_trainer.data.spans import documents_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.data.turns import Conversation, Message
 from tests.support.launching import tiny
@@ -46,6 +42,7 @@ QUESTION, FIVE, _, SIX = TALK = (
     ask("And 1?"),
     say("Then 6."),
 )
+TWO = ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLING = (QUESTION, say("", thinking="hm", tool_calls=[CALL]), Message("tool", "5"), FIVE)
 NAMING = (QUESTION, say("", tool_calls=["add"]), Message("tool", "5"), FIVE)
@@ -66,9 +63,11 @@ def trained(
 ) -> list[str]:
     """Return the trained pieces, decoded from the tokens that a model gets."""
     encoder = Encoder(chat_of(tokenizer), loss, 512)
-    ((ids, flags),) = encoder.encode([_segments(encoder.chat, talk, loss)])
-    runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
-    return [str(tokenizer.decode([token for token, _ in run])) for flag, run in runs if flag]
+    found = []
+    for ids, flags in encoder.encode(documents_of(encoder.chat, talk, loss).documents):
+        runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
+        found += [tokenizer.decode([token for token, _ in run]) for flag, run in runs if flag]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -76,11 +75,12 @@ def trained(
     [
         ("", ["It is 5.<|eos|>", "Then 6.<|eos|>"]),
         (CHATML, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
-        (THINKING, ["It is 5.<|im_end|>", "<think>\n\n</think>\n\nThen 6.<|im_end|>"]),
+        # Leaves out earlier thoughts: each answer is last in a document of its own.
+        (THINKING, [f"<think>\n\n</think>\n\n{said}" for said in TWO]),
         # Asks with an opened thought that the turns themselves do not show.
         (
             CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"),
-            ["It is 5.<|im_end|>", "Then 6.<|im_end|>"],
+            [f"\n</think>\n\n{said}" for said in TWO],
         ),
         (HEADERS, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
         (BRACKETS, [" It is 5.<|eos|>", " Then 6.<|eos|>"]),
@@ -105,7 +105,6 @@ THOUGHTS = tuple(
     for message in TALK
 )
 ECHOES = (ask("Then 6."), say("  Then 6.\n"), ask("assistant\n"), SIX)
-TWO = ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
 WITH_CALLS = CHATML.replace(
     "m.content +", "m.content + (m.tool_calls | string if m.tool_calls else '') +"
 )
@@ -120,7 +119,7 @@ CONVERSATIONS: dict[str, tuple[str, Conversation, list[str]]] = {
     "dropped thoughts": (
         THINKING,
         THOUGHTS,
-        ["It is 5.<|im_end|>", "<think>\nhm\n</think>\n\nThen 6.<|im_end|>"],
+        [f"<think>\nhm\n</think>\n\n{said}" for said in TWO],
     ),
     "echoes, trimmed": (HEADERS, ECHOES, ["Then 6.<|im_end|>", "Then 6.<|im_end|>"]),
     "echoes": (CHATML, ECHOES, ["  Then 6.\n<|im_end|>", "Then 6.<|im_end|>"]),
@@ -142,7 +141,7 @@ CONVERSATIONS: dict[str, tuple[str, Conversation, list[str]]] = {
     ),
     "a call that nothing ends": (
         TEMPLATES["open_ended"],
-        CALLING,
+        NAMING,
         ["\n[add]<|eos|>", "It is 5.<|eos|>"],
     ),
     "a thought of its own": (
@@ -178,7 +177,7 @@ def test_a_template_gets_the_tools_and_the_mask_does_not_mind() -> None:
     talk = (Message("tools", "", (("tools", [{"name": "add"}]),)), *TALK)
     for rest in (CHATML, BRACKETS):
         tokenizer = tokenizer_with(template + rest)
-        parts = _segments(chat_of(tokenizer), talk)
+        (parts,) = documents_of(chat_of(tokenizer), talk).documents
         assert "".join(part.text for part in parts).startswith("<|header|>add<|/header|>")
         assert trained(tokenizer, talk) == trained(tokenizer)
     assert trained(tokenizer_with(""), talk) == trained(tokenizer_with(""))
@@ -212,7 +211,7 @@ def test_without_an_end_token_there_is_no_training(template: str) -> None:
 
 def test_a_conversation_that_the_template_refuses_says_why() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
-        _segments(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
+        documents_of(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
 
 
 def whole_texts(backend: Any, **tokens: str) -> Any:
@@ -225,7 +224,7 @@ def whole_texts(backend: Any, **tokens: str) -> Any:
 
 def encoded(tokenizer: Any, *talk: Message) -> Any:
     encoder = Encoder(chat_of(tokenizer), "assistant", 256)
-    (tokens,) = encoder.encode([_segments(encoder.chat, talk)])
+    (tokens,) = encoder.encode(documents_of(encoder.chat, talk).documents)
     return tokens
 
 

@@ -23,7 +23,8 @@ from so_tui.runs import create_run
 from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
 from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
-from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
+from so_tui_trainer.data.chat import Chat, chat_of
+from so_tui_trainer.data.encoder import Encoder, leading_ids
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.data.turns import TEXT, Message
 from so_tui_trainer.export import _marker_of, of_folder, placed
@@ -169,13 +170,13 @@ def test_prompts_are_given_as_in_training(layout: str, request: pytest.FixtureRe
         Message("assistant", "12."),
     )
     ((tokens, trained),) = Encoder(chat, "last-turn", 256).encode(
-        [_segments(chat, said, "last-turn")]
+        documents_of(chat, said, "last-turn").documents
     )
     asked = Prompt(turns=tuple(Turn(*message[:2]) for message in said[:-1]))  # type: ignore[arg-type]
     context = tokens[: int(np.flatnonzero(trained)[0])].tolist()
     assert _prompt_ids(chat, asked) == [*([] if chat.templated else leading), *context]
     text = (Message(TEXT, "Once upon"),)
-    ((tokens, _),) = Encoder(chat, "all", 256).encode([_segments(chat, text, "all")])
+    ((tokens, _),) = Encoder(chat, "all", 256).encode(documents_of(chat, text, "all").documents)
     assert _prompt_ids(chat, Prompt(text="Once upon")) == [*leading, *tokens[:-1].tolist()]
 
 

@@ -275,7 +275,7 @@ def _generation_config(
         found = GenerationConfig.from_dict(tokens)
     chat = chat_of(tokenizer)
     known = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-    ends = dict.fromkeys([*known, tokenizer.convert_tokens_to_ids(chat.stop or chat.end)])
+    ends = dict.fromkeys([*known, chat.stop_id])
     ids = [number for number in ends if number is not None]
     found.eos_token_id = ids if len(ids) > 1 else ids[0]
     return found

@@ -19,7 +19,9 @@ from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Ended, Prompt, Sampling, Turn
 from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart
-from so_tui_trainer.data.chat import Chat, TemplateError, chat_of, leading_ids, question
+from so_tui_trainer.data.chat import Chat, TemplateError, chat_of
+from so_tui_trainer.data.encoder import leading_ids
+from so_tui_trainer.data.spans import question
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.data.turns import Message
 from so_tui_trainer.older_versions import cache_argument
@@ -213,7 +215,7 @@ def stop_tokens(chat: Chat, settings: Any = None) -> frozenset[int]:
     """
     named = getattr(settings, "eos_token_id", None)
     ids = [*(named if isinstance(named, list) else [named]), chat.tokenizer.eos_token_id]
-    ids.append(chat.tokenizer.convert_tokens_to_ids(chat.stop or chat.end))
+    ids.append(chat.stop_id)
     return frozenset(int(number) for number in ids if isinstance(number, int))
 
 

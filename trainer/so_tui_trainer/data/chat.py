@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_THINKING = ("enable_thinking", "thinking")
+"""Switches of templates with which the model is asked to think, or not to."""
+
+
 class TemplateError(Exception):
     """A chat template cannot render a conversation."""
 
@@ -60,14 +64,15 @@ class Chat:
         )
 
     def render(
-        self, messages: Sequence[Message], *, ask: bool = False, thinks: bool = False
+        self, messages: Sequence[Message], *, ask: bool = False, thinks: bool | None = None
     ) -> str:
         """Render messages with the chat template.
 
         Args:
             messages: The conversation.
             ask: Whether to add the generation prompt.
-            thinks: Whether the model is asked to think, where the template has a switch for it.
+            thinks: Whether the model is asked to think, where the template has a switch for it;
+                by default as the template does by itself.
 
         Raises:
             TemplateError: The template rejects them.
@@ -90,8 +95,7 @@ class Chat:
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=ask,
-                    enable_thinking=thinks,
-                    thinking=thinks,
+                    **({} if thinks is None else dict.fromkeys(_THINKING, thinks)),
                 )
             )
         except Exception as error:  # a template raises whatever it leads to, MemoryError too
@@ -107,6 +111,11 @@ class Chat:
         if self.text_arguments and found.get("tool_calls"):
             found["tool_calls"] = [_with_text_arguments(call) for call in found["tool_calls"]]
         return found
+
+    @property
+    def stop_id(self) -> int:
+        """Id of the token at which generation stops."""
+        return int(self.tokenizer.convert_tokens_to_ids(self.specials.findall(self.stop)[-1]))
 
     def stops_at_end(self, text: str) -> str:
         """Return the special tokens that end a text, without anything between them."""
@@ -146,8 +155,8 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     asked, answer = Message("user", "\ue000"), Message("assistant", "\ue001")
     try:
         with limited(f"the chat template of {tokenizer.name_or_path}"):
-            closing = plain.render([asked, answer]).partition(answer.content)[2]
-            before = plain.render([asked, answer, asked]).partition(answer.content)[2]
+            closing = plain.render([asked, answer], thinks=False).partition(answer.content)[2]
+            before = plain.render([asked, answer, asked], thinks=False).partition(answer.content)[2]
     except TemplateError as error:
         raise _no_stop_token(
             "chat-template-unusable",
@@ -163,9 +172,8 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
         found = replace(plain, stop=stop, after=after)
     else:
         # A role's token directly behind the answer is what stops the model.
-        next_token = specials.match(following, len(following) - len(following.lstrip()))
-        stop = next_token[0] if next_token and not closing.strip() else ""
-        found = replace(plain, stop=stop or end, open=True)
+        next_token = specials.match(following)
+        found = replace(plain, stop=next_token[0] if next_token else end, open=True, after=closing)
     if not found.stop:
         raise _no_stop_token(
             "tokenizer-no-end-token",
@@ -215,11 +223,10 @@ def _with_text_arguments(call: Any) -> Any:
 
 def _stop_warnings(tokenizer: PreTrainedTokenizerBase, chat: Chat, closing: str) -> Iterator[str]:
     closing, stop, end = closing.strip(), chat.stop, chat.end
-    if stop and end and stop != end and not closing.startswith(stop + end):
-        number = tokenizer.convert_tokens_to_ids(stop)
+    if end and not stop.endswith(end):
         yield (
             f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: "
-            f"generate with eos_token_id = {number}"
+            f"generate with eos_token_id = {chat.stop_id}"
         )
     elif chat.open and closing:
         pieces = len(tokenizer(closing, add_special_tokens=False)["input_ids"])

@@ -24,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 
 from so_tui.spec import DataSpec, RunSpec
+from so_tui.spec.data_notes import Found
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
 from so_tui.trust.files import NotOwnError, open_descriptor
@@ -58,9 +59,17 @@ class Counts(Struct, frozen=True):
     """Dropped rows whose prompt fills a sequence."""
     cut: int = 0
     """Rows of plain text that were cut into several documents, without loss."""
+    kinds: dict[str, Found] = {}
+    """What is not trained as the rows have it (``so_tui.spec.data_notes``)."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(add, astuple(self), astuple(other)))
+        kinds = self.kinds | {
+            kind: self.kinds[kind] + found if kind in self.kinds else found
+            for kind, found in other.kinds.items()
+        }
+        *one, _ = astuple(self)
+        *two, _ = astuple(other)
+        return Counts(*map(add, one, two), kinds)
 
 
 class SourcePart(Struct, frozen=True, omit_defaults=True):
@@ -191,7 +200,7 @@ def _mixture(members: Sequence[Int64s], weights: Sequence[float], seed: int) -> 
 # start together may do the same work twice, but never damage an entry.
 
 
-_VERSION = 9
+_VERSION = 10
 _ARRAYS: dict[str, Any] = {
     "tokens": np.int32,
     "trained": np.bool_,
@@ -242,6 +251,7 @@ def fingerprint(
         tokenizer.special_tokens_map,
         spec.data.loss,
         spec.data.sequence_length,
+        spec.data.split_turns,
     ]
     digest.update(json.dumps(options, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:32]

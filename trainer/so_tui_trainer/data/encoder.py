@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from so_tui.spec import DataSpec
 from so_tui.spec.run_spec import LossOn
 from so_tui.units import thousands
 from so_tui_trainer.data.chat import Chat, TemplateError
 from so_tui_trainer.data.documents import Counts
 from so_tui_trainer.data.rows import bad_row
 from so_tui_trainer.data.sources import Opened
-from so_tui_trainer.data.spans import Segment, documents_of
+from so_tui_trainer.data.spans import Segment, Written, documents_of
 from so_tui_trainer.data.turns import TEXT
 from so_tui_trainer.step_limits import limited
 
@@ -39,6 +40,8 @@ class Encoder:
     chat: Chat
     loss: LossOn
     sequence_length: int
+    split: bool = True
+    """Whether answers that the template changes later are documents of their own."""
 
     def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         """Encode conversations.
@@ -109,11 +112,13 @@ class Encoder:
             rows = f"rows {thousands(start + 1)} to {thousands(end)} of {source}"
             with limited(rows):
                 batch = list(opened.conversations(start, end))
-            parts = []
+            rows_written = []
             for number, conversation in enumerate(batch, start + 1):
                 try:
                     with limited(f"row {thousands(number)} of {source}"):
-                        parts.append(_segments(self.chat, conversation, self.loss))
+                        rows_written.append(
+                            documents_of(self.chat, conversation, self.loss, split=self.split)
+                        )
                 except TemplateError as error:
                     raise bad_row(
                         "data-row-template",
@@ -121,19 +126,21 @@ class Encoder:
                         number,
                         f"the chat template rejects it: {error}",
                     ) from error
+            parts = [pieces for written in rows_written for pieces in written.documents]
             with limited(rows, sum(len(part.text) for pieces in parts for part in pieces)):
-                encoded = self.encode(parts)
-            for number, (conversation, tokens) in enumerate(
-                zip(batch, encoded, strict=True), start + 1
+                encoded = iter(self.encode(parts))
+            for number, (conversation, written) in enumerate(
+                zip(batch, rows_written, strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
-                yield self._fit(
-                    number, leading if bare or not self.chat.templated else [], tokens, bare=bare
-                )
+                first = leading if bare or not self.chat.templated else []
+                own = list(islice(encoded, len(written.documents)))
+                fitted = [self._fit(number, first, tokens, bare=bare) for tokens in own]
+                yield _joined(number, fitted, written)
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
-        """Cut a row to sequences, and drop what follows the last trained token, since no token
-        learns from it.
+        """Cut a document to sequences, and drop what follows the last trained token, since no
+        token learns from it.
         """
         limit = self.sequence_length
         ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
@@ -161,6 +168,11 @@ class Encoder:
         return _Encoded(row, documents, counts)
 
 
+def encoder_for(chat: Chat, data: DataSpec) -> Encoder:
+    """Return what encodes the rows of a spec."""
+    return Encoder(chat, data.loss, data.sequence_length, data.split_turns)
+
+
 class _Encoded(NamedTuple):
     """A row and the documents it became."""
 
@@ -168,6 +180,25 @@ class _Encoded(NamedTuple):
     """From 1."""
     documents: list[Tokens]
     counts: Counts
+
+
+def _joined(row: int, fitted: Sequence[_Encoded], written: Written) -> _Encoded:
+    """Return a row with all of its documents."""
+    documents = [document for one in fitted for document in one.documents]
+    counts = [one.counts for one in fitted]
+    dropped = not documents
+    return _Encoded(
+        row,
+        documents,
+        Counts(
+            1,
+            truncated=int(any(count.truncated for count in counts)),
+            dropped=int(dropped),
+            dropped_too_long=int(dropped and any(count.dropped_too_long for count in counts)),
+            cut=int(any(count.cut for count in counts)),
+            kinds=written.found(row),
+        ),
+    )
 
 
 def _end(flags: npt.NDArray[np.bool_]) -> int:

@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from so_tui_trainer.data.chat import Chat, TemplateError
+from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
+from so_tui_trainer.data.chat import Chat
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
 
 Kind = Literal[
@@ -47,6 +50,11 @@ class Written(NamedTuple):
     unproven: str = ""
     """Why an answer could not be proven; it is context then."""
 
+    def found(self, row: int) -> dict[str, Found]:
+        """Return the kinds of a row."""
+        found = {str(kind): Found(1, row) for kind in self.kinds}
+        return found | ({UNPROVEN: Found(1, row, self.unproven)} if self.unproven else {})
+
 
 class _Answer(NamedTuple):
     prompt: str
@@ -56,8 +64,13 @@ class _Answer(NamedTuple):
     """Length of ``text`` without the token that stops generation."""
     kinds: frozenset[Kind]
 
+    @property
+    def said(self) -> str:
+        """What the model writes, without that token."""
+        return self.text[: self.stop]
 
-class _Unproven(Exception):
+
+class _UnprovenError(Exception):
     """An answer whose tokens are not certain."""
 
 
@@ -111,10 +124,8 @@ def _call_parts(call: Any) -> Iterator[Any]:
             yield function.get("name", "")
             arguments = function.get("arguments")
             if isinstance(arguments, str):
-                try:
+                with suppress(ValueError, RecursionError):  # a text that is no JSON is one part
                     arguments = json.loads(arguments)
-                except (ValueError, RecursionError):
-                    pass
             yield from _leaves(arguments if arguments is not None else {})
 
 
@@ -169,7 +180,7 @@ def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
             elif message.role == "assistant" and calls_of(message):
                 found.add("text-dropped")
             else:
-                raise _Unproven(
+                raise _UnprovenError(
                     f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
                 )
         if not calls_of(
@@ -203,12 +214,12 @@ class _Row:
 
         Raises:
             TemplateError: The template rejects the turns.
-            _Unproven: What the model would write is not certain.
+            _UnprovenError: What the model would write is not certain.
         """
         turn, chat = self.turns[index], self.chat
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
-        prompt = self.render(index, ask=True, thinks=thinks)
+        prompt = self._prompt(index, thinks=thinks)
         kinds = _left_out(chat, self.turns[:index], prompt)
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
@@ -219,11 +230,22 @@ class _Row:
         text = text_of(turn).strip()
         if text and not _has(said, text):
             if not calls_of(turn):
-                raise _Unproven("the template leaves out what the assistant says")
+                raise _UnprovenError("the template leaves out what the assistant says")
             kinds.add("text-dropped")
         if not _has_calls(said, turn):
-            raise _Unproven("the template leaves out a call of a tool, or its arguments")
+            raise _UnprovenError("the template leaves out a call of a tool, or its arguments")
         return _Answer(prompt, said + tail[stop:], len(said), frozenset(kinds))
+
+    def _prompt(self, index: int, *, thinks: bool) -> str:
+        """Return what a server asks the model with."""
+        if any(turn.role != TOOLS for turn in self.turns[:index]):
+            return self.render(index, ask=True, thinks=thinks)
+        # Templates render no empty conversation: only the generation prompt stands before it.
+        short = [Message("user", "?")]
+        asked, said = (self.chat.render(short, ask=ask, thinks=thinks) for ask in (True, False))
+        asking = asked.removeprefix(said)
+        before, found, _ = self.render(index + 1, ask=False, thinks=thinks).partition(asking)
+        return before + found if asking and found else ""
 
     def _tail(self, index: int, prompt: str, *, thinks: bool) -> tuple[str, int]:
         """Return what the template writes behind the context of a turn that is the last, up to and
@@ -240,7 +262,7 @@ class _Row:
             asked = self.chat.render(short, ask=True, thinks=thinks)
             found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
         if found is None:
-            raise _Unproven("the template writes it in another form than it asks with")
+            raise _UnprovenError("the template writes it in another form than it asks with")
         tail, stop = self._closed(index, found, thinks=thinks)
         if (opened := _OPENED.search(prompt)) and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
@@ -256,7 +278,7 @@ class _Row:
         if not chat.open and stops:
             tokens = chat.specials.findall(stops)
             if len(set(tokens)) < len(tokens):
-                raise _Unproven(f"the template ends an answer with {stops}")
+                raise _UnprovenError(f"the template ends an answer with {stops}")
             return body, len(body) - len(stops)
         stop = chat.called if calls_of(self.turns[index]) else chat.stop
         return tail + stop, len(tail)
@@ -312,7 +334,7 @@ def written(
         try:
             proven[index] = row.answer(index)
             kinds |= proven[index].kinds
-        except _Unproven as error:
+        except _UnprovenError as error:
             unproven = unproven or f"message {index + 1}: {error}"
     if not proven:
         return Written([], frozenset(kinds), unproven)
@@ -323,17 +345,14 @@ def written(
     marks: list[tuple[int, int]] = []
     for index, answer in proven.items():
         start, end = len(answer.prompt), len(answer.prompt) + len(answer.text)
-        same = whole.startswith(answer.prompt)
+        stop = start + answer.stop
+        same = whole.startswith(answer.prompt) and whole.startswith(answer.said, start)
         if index == last or (same and whole.startswith(answer.text, start)):
             marks.append((start, end))
-        elif (
-            same
-            and whole.startswith(answer.text[: answer.stop], start)
-            and chat.stops_at(whole, start + answer.stop)
-        ):
-            # An earlier turn ends with another token than the last one, which does not stop the
-            # model: it is context.
-            marks.append((start, start + answer.stop))
+        elif same and (following := chat.stops_at(whole, stop)):
+            # Another token may end an earlier turn than the last one: it does not stop the model.
+            shared = commonprefix([following, answer.text[answer.stop :]])  # noqa: RUF071 - no paths
+            marks.append((start, stop + len(chat.stops_at(shared, 0))))
         elif split:
             documents.append([Segment(answer.prompt, False), Segment(answer.text, True)])
             kinds.add("turns-split")
@@ -379,17 +398,16 @@ def documents_of(
         return Written([[Segment(conversation[0].content + chat.end, True)]])
     if not chat.templated:
         parts = _alpaca(chat, conversation, frozenset(answers))
-        found = Written([parts])
+        found = Written([parts] if any(part.trained for part in parts) else [])
     else:
-        found = written(chat, conversation, answers, split=split)
-    if loss == "all":
-        return found._replace(
-            documents=[
-                [Segment("".join(part.text for part in parts), any(part.trained for part in parts))]
-                for parts in found.documents
-            ]
-        )
-    return found
+        found = written(chat, conversation, answers, split=split and loss != "all")
+    if loss != "all" or not found.documents:
+        return found
+    whole = "".join(part.text for part in found.documents[-1])
+    if chat.templated:
+        thinks = any(reasoning_of(message) for message in conversation)
+        whole = chat.render(conversation, thinks=thinks) + (chat.stop if chat.open else "")
+    return found._replace(documents=[[Segment(whole, True)]])
 
 
 def question(chat: Chat, conversation: Conversation) -> str:

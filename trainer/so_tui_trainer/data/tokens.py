@@ -21,14 +21,16 @@ from so_tui.folders import cache_home
 from so_tui.plan import workload
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
+from so_tui.spec.data_notes import UNPROVEN
 from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import DataSpec
-from so_tui.units import thousands
+from so_tui.units import plural, thousands
 from so_tui_trainer import step_limits
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import documents as cache
-from so_tui_trainer.data.chat import Encoder, chat_of
+from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
+from so_tui_trainer.data.encoder import Encoder, encoder_for
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
 from so_tui_trainer.remote_code import explained, loadable
@@ -172,18 +174,20 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         cache_dir or cache_home() / "data", cache.fingerprint(sources, tokenizer, spec)
     )
     if not cache.intact(folder):
-        encoder = Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length)
+        encoder = encoder_for(chat_of(tokenizer), spec.data)
         try:
             yield from _tokenise(sources, encoder, folder)
         except OSError as error:  # nothing else is written or opened meanwhile
             raise unwritable(folder.parent, error) from error
+    documents = cache.read(folder, spec.data)
+    if spec.data.unproven == "refuse":
+        for part in documents.parts:
+            refuse_unproven(part.source, part.counts)
     # What the data do to a step, for the plans of later runs. Done once for each data set, as it
     # reads the flags of all tokens.
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
-        found = workload.Seen(
-            fingerprint=folder.name, workload=_workload_of(cache.read(folder, spec.data), spec.data)
-        )
+        found = workload.Seen(fingerprint=folder.name, workload=_workload_of(documents, spec.data))
         with suppress(
             OSError
         ):  # If the folder cannot be written, plans keep their default workload.
@@ -358,6 +362,24 @@ def _start(work: Callable[[_Task], _Done], row_s: float) -> None:
 
 def _work(task: _Task) -> _Done:
     return _process_state["work"](task)
+
+
+def refuse_unproven(source: str, counts: Counts) -> None:
+    """Refuse a source with answers whose tokens are not certain (``data.unproven``).
+
+    Raises:
+        InputError: It has some.
+    """
+    if (found := counts.kinds.get(UNPROVEN)) is not None:
+        raise reject(
+            "data-unproven",
+            "data.unproven",
+            f"{source}, row {thousands(found.first)}",
+            f"which tokens the model is to write is not certain in {plural(found.rows, 'row')}; "
+            f"in this one: {found.detail}",
+            "Use a tokenizer whose chat template writes these turns, or set "
+            "`data.unproven=context`, which trains the other answers.",
+        )
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:

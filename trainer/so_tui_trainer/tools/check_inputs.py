@@ -113,19 +113,19 @@ def _data(spec: RunSpec) -> list[str]:
 
     Rows without a trained token are dropped later, so fewer rows may be left than are counted here.
     """
-    from so_tui_trainer.data.chat import Encoder, chat_of
+    from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.encoder import encoder_for
     from so_tui_trainer.data.sources import open_sources
-    from so_tui_trainer.data.tokens import load_tokenizer
+    from so_tui_trainer.data.tokens import load_tokenizer, refuse_unproven
     from so_tui_trainer.evaluation import held_out_rows
 
-    encoder = Encoder(
-        chat_of(load_tokenizer(spec.model)), spec.data.loss, spec.data.sequence_length
-    )
+    encoder = encoder_for(chat_of(load_tokenizer(spec.model)), spec.data)
     sources = open_sources(spec.data)
     held_out_rows(spec, sum(len(opened.rows) for opened in sources))
     for opened in sources:
-        for _ in encoder.documents(opened, 0, _CHECKED_ROWS):
-            pass
+        for encoded in encoder.documents(opened, 0, _CHECKED_ROWS):
+            if spec.data.unproven == "refuse":
+                refuse_unproven(opened.source.source, encoded.counts)
     return [*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings]
 
 
