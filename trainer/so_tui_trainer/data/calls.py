@@ -82,7 +82,8 @@ def _call(value: object, column: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise RowError(column, "is a call without the `name` of a function")
     given = next(
-        (function[key] for key in ("arguments", "parameters") if function.get(key) is not None), {}
+        (function[key] for key in ("arguments", "parameters") if function.get(key) is not None),
+        None,
     )
     further = {
         key: item
@@ -96,21 +97,30 @@ def _call(value: object, column: str) -> dict[str, Any]:
     }
 
 
-def _arguments(given: object, name: str) -> dict[str, Any]:
+def _arguments(given: Any, name: str) -> dict[str, Any]:
     """Return the arguments of a call as an object. Some data sets write JSON in JSON."""
     for _ in range(2):
         if isinstance(given, str):
-            given = _decoded(given) if given.strip() else {}
+            given = _decoded(given) if given.strip() else None
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise UnreadCallError(f"the arguments of {name} are {short_repr(given)}, not a JSON object")
     return dict(given)
+
+
+_LONGEST_PYTHON = 100_000
+"""Characters of a call that may be written as Python writes values; reading them takes much more
+memory than JSON.
+"""
 
 
 def _decoded(text: str) -> Any:
     """Return the value that a text is, as JSON or, in some data sets, as Python writes it."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if len(text) > _LONGEST_PYTHON:
+            raise UnreadCallError(f"{short_repr(text)} is not JSON") from error
         try:
             return json.loads(json.dumps(ast.literal_eval(text.strip())))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
@@ -189,10 +199,8 @@ _GLAIVE_CALL = re.compile(r"<functioncall>\s*(?=\{)")
 _QUOTED_ARGUMENTS = re.compile(
     r"""\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}\s*""", re.DOTALL
 )
-_HERMES_CALL = re.compile(
-    r"\s*<tool_call>\s*([{\[].*?)(?:</tool_call>|(?=<tool_call>)|\Z)\s*", re.DOTALL
-)
-_HERMES_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+_HERMES_CALL = re.compile(r"<tool_call>\s*([{\[].*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_RESPONSE, _RESPONSE_END = "<tool_response>", "</tool_response>"
 Spoken = tuple[str, list[dict[str, Any]]]
 """What an answer says, and its calls."""
 
@@ -225,7 +233,7 @@ def hermes_calls(text: str) -> Spoken | None:
         UnreadCallError: An element is not a call.
     """
     calls = [call for match in _HERMES_CALL.finditer(text) for call in _called(_decoded(match[1]))]
-    return (_HERMES_CALL.sub("\n", text).strip(), calls) if calls else None
+    return (_HERMES_CALL.sub("", text).strip(), calls) if calls else None
 
 
 def _called(value: object) -> list[dict[str, Any]]:
@@ -236,10 +244,16 @@ def _called(value: object) -> list[dict[str, Any]]:
 
 
 def responses(text: str) -> list[str]:
-    """Return the content of each ``<tool_response>`` element, or the text where it has none."""
-    return _HERMES_RESPONSE.findall(text) or [text]
+    """Return the content of each ``<tool_response>`` element, or the text if it is anything
+    else.
+    """
+    before, *elements = text.split(_RESPONSE)
+    if before.strip() or not elements:
+        return [text]
+    return [element.partition(_RESPONSE_END)[0].strip() for element in elements]
 
 
+_NEXT = re.compile(r"[^\s,]")
 _GLAIVE_LIST = re.compile(r"with access to the following functions\. Use them if required ?-")
 
 
@@ -257,7 +271,6 @@ def _objects(text: str) -> Iterator[Any]:
     """Yield the JSON objects that follow each other in a text."""
     decoder = json.JSONDecoder()
     at = 0
-    while rest := text[at:].lstrip(" \n,"):
-        value, length = decoder.raw_decode(rest)
-        at = len(text) - len(rest) + length
+    while start := _NEXT.search(text, at):
+        value, at = decoder.raw_decode(text, start.start())
         yield value

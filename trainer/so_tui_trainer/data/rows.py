@@ -62,6 +62,11 @@ class Layout(NamedTuple):
     further: tuple[str, ...] = ("system", *_TOOL_COLUMNS)
     """Columns that it reads where a row has them."""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All columns that it reads."""
+        return self.columns + self.further
+
 
 def _alpaca(row: Row) -> Conversation:
     instruction, context = text_of(row, "instruction"), text_of(row, "input")
@@ -113,7 +118,7 @@ def _xlam(row: Row) -> Conversation:
     return Message("user", text_of(row, "query")), Message("assistant", "", (*extra.items(),))
 
 
-_GLAIVE_TURN = re.compile(r"(?:^|\n\n+)(USER|ASSISTANT|FUNCTION RESPONSE): ?")
+_GLAIVE_TURN = re.compile(r"(?:^|\n\n)(USER|ASSISTANT|FUNCTION RESPONSE): ?")
 _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
@@ -130,7 +135,6 @@ def _glaive(row: Row) -> Conversation:
 
 _RESPONSE = "FUNCTION RESPONSE:"
 """What results begin with where Glaive's rows became turns."""
-_LISTS_TOOLS = re.compile(r"<tools>.*</tools>", re.DOTALL)
 
 
 def _with_context(row: Row, layout: Layout) -> Conversation:
@@ -149,12 +153,12 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
             said = (Message("system", system), *said)
         elif said[0].content.strip() != system.strip():
             raise RowError("system", "is another text than the system turn of the conversation")
-    tools = [
-        tool
-        for column in _TOOL_COLUMNS
-        if column in layout.further
-        for tool in tools_of(row.get(column), column)
-    ]
+    described = {name: row.get(name) for name in _TOOL_COLUMNS if name in layout.reads}
+    if said[0].role in ("system", "developer"):
+        described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
+        extra = tuple(pair for pair in said[0].extra if pair[0] not in _TOOL_COLUMNS)
+        said = (said[0]._replace(extra=extra), *said[1:])
+    tools = [tool for name, value in described.items() for tool in tools_of(value, name)]
     return _in_one_form(said, tools)
 
 
@@ -168,7 +172,7 @@ def _in_one_form(said: Conversation, tools: list[dict[str, Any]]) -> Conversatio
     listed: list[dict[str, Any]] = []
     if first.role == "system":
         listed = listed_tools(first.content)
-        if listed or (tools and _LISTS_TOOLS.search(first.content)):
+        if listed or (tools and "</tools>" in first.content.partition("<tools>")[2]):
             said = said[1:]
     messages = [part for message in said for part in _parts(message, hermes=bool(tools))]
     if tools := tools or listed:
@@ -224,7 +228,7 @@ _LABEL_COLUMNS = ("label", "kto_tag")
 
 def unused_columns(columns: Sequence[str], layout: Layout) -> tuple[str, ...]:
     """Return the columns of a source that its layout does not read."""
-    return tuple(name for name in columns if name not in (*layout.columns, *layout.further))
+    return tuple(name for name in columns if name not in layout.reads)
 
 
 def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
@@ -297,7 +301,8 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
     """
     layout = _layout_of_row(row, usual) if source.format == "auto" else usual
     named = f"{source.source}, row {thousands(number)}"
-    label = next((name for name in _LABEL_COLUMNS if isinstance(row.get(name), bool)), None)
+    verdicts = (name for name in _LABEL_COLUMNS if str(row.get(name)).lower() in ("true", "false"))
+    label = next(verdicts, None)
     if label and layout.name != "text":
         raise reject(
             "data-preferences",

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import Chat
-from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
+from so_tui_trainer.data.templated import Piece, pieces_of
+from so_tui_trainer.data.turns import REASONING_KEYS, TOOLS, UNREAD, Conversation, Message
 
 Kind = Literal[
     "system-dropped",
@@ -31,6 +32,7 @@ Kind = Literal[
     "reasoning-composed",
     "turns-split",
     "turns-context",
+    "templated",
 ]
 """What a template leaves out, or what was done where it writes a turn in another form."""
 
@@ -46,7 +48,7 @@ class Written(NamedTuple):
     """A conversation as documents."""
 
     documents: list[list[Segment]]
-    kinds: frozenset[Kind] = frozenset()
+    kinds: frozenset[str] = frozenset()
     unproven: str = ""
     """Why an answer could not be proven; it is context then."""
 
@@ -217,6 +219,8 @@ class _Row:
             _UnprovenError: What the model would write is not certain.
         """
         turn, chat = self.turns[index], self.chat
+        if reason := dict(turn.extra).get(UNREAD):
+            raise _UnprovenError(str(reason))
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
         prompt = self._prompt(index, thinks=thinks)
@@ -385,8 +389,10 @@ def documents_of(
     Raises:
         TemplateError: The template rejects the conversation.
     """
+    if conversation and conversation[-1].answers and (pieces := pieces_of(chat, conversation)):
+        return _of_pieces(pieces, loss)
     conversation = tuple(
-        _without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message
+        _without_stop_token(chat, message) if message.role == "assistant" else message
         for message in conversation
     )
     answers = [index for index, message in enumerate(conversation) if message.answers]
@@ -394,8 +400,6 @@ def documents_of(
         answers = answers[-1:]
     if not answers:
         return Written([])
-    if conversation[0].role == TEXT:
-        return Written([[Segment(conversation[0].content + chat.end, True)]])
     if not chat.templated:
         parts = _alpaca(chat, conversation, frozenset(answers))
         found = Written([parts] if any(part.trained for part in parts) else [])
@@ -408,6 +412,14 @@ def documents_of(
         thinks = any(reasoning_of(message) for message in conversation)
         whole = chat.render(conversation, thinks=thinks) + (chat.stop if chat.open else "")
     return found._replace(documents=[[Segment(whole, True)]])
+
+
+def _of_pieces(pieces: Sequence[Piece], loss: LossOn) -> Written:
+    """Return texts that need no template as a document."""
+    kinds: frozenset[Kind] = frozenset(("templated",) if len(pieces) > 1 else ())
+    if loss == "all":
+        pieces = [("".join(text for text, _ in pieces), True)]
+    return Written([[Segment(*piece) for piece in pieces]], kinds)
 
 
 def question(chat: Chat, conversation: Conversation) -> str:

@@ -28,8 +28,10 @@ REPLACED = "replaced"
 _FLAGS = ("train", "training", "loss", "weight", "loss_weight")
 """Keys with which trainers leave a turn out of the loss."""
 _KNOWN_KEYS = frozenset(
-    (*REASONING_KEYS, "tool_calls", "tool_call_id", "name", "weight", TOOLS, UNREAD, REPLACED)
+    (*REASONING_KEYS, "tool_call_id", "name", "weight", TOOLS, UNREAD, REPLACED)
 )
+_LONGEST_KEY = 40
+"""Of a key that is named."""
 
 
 class Message(NamedTuple):
@@ -58,25 +60,20 @@ class WeightError(RowError):
     """A turn that is to count in part."""
 
 
-def unknown_kinds(conversation: Conversation) -> frozenset[str]:
+def unknown_kinds(conversation: Conversation, template: str) -> frozenset[str]:
     """Return what a row has that is not understood, or that was replaced, as kinds:
-    ``unknown-key:NAME`` for keys of turns and calls, ``system-replaced`` for a system text that
-    listed the tools. A chat template may use a key that is unknown here.
+    ``unknown-key:NAME`` for keys of turns and calls that the chat template does not name either,
+    ``system-replaced`` for a system text that listed the tools.
     """
     found = set()
     for message in conversation:
         for name, value in message.extra:
-            if name not in _KNOWN_KEYS or (name == TOOLS and message.role != TOOLS):
-                found.add(f"unknown-key:{name}")
-            elif name == REPLACED:
+            if name == REPLACED:
                 found.add("system-replaced")
             elif name == "tool_calls":
-                found |= {
-                    f"unknown-key:tool_calls.{key}"
-                    for call in value
-                    for key in call
-                    if key not in CALL_KEYS
-                }
+                found |= {f"unknown-key:{key}" for call in value for key in {*call} - CALL_KEYS}
+            elif name not in _KNOWN_KEYS and name not in template:
+                found.add(f"unknown-key:{name[:_LONGEST_KEY]}")
     return frozenset(found)
 
 
@@ -199,7 +196,8 @@ class _Parts:
         if not isinstance(value, Sequence) or isinstance(value, str):
             self.content = text_of({column: value}, column)
             return
-        said, flags = [], {}
+        said: list[str] = []
+        flags: dict[str, bool] = {}
         for index, part in enumerate(value):
             here = f"{column}[{index}]"
             if isinstance(part, str):
