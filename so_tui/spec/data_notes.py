@@ -27,7 +27,7 @@ class Found(Struct, frozen=True, array_like=True):
 UNPROVEN = "unproven"
 """Kind of a row with an answer whose tokens are not certain."""
 UNKNOWN_KEY = "unknown-key"
-"""Kind of a row with a key that is not understood, before a colon and the key."""
+"""Prefix of the kind of a row with an unknown key; a colon and the key follow."""
 _SENTENCES = {
     "system-dropped": "the template leaves out the system's or developer's text of {rows}",
     "tools-dropped": "the template leaves out the descriptions of tools of {rows}",
@@ -72,5 +72,5 @@ def _sentence(kind: str) -> str:
     name, colon, key = kind.partition(":")
     if colon and name == UNKNOWN_KEY:
         shown = printable_line(key).replace("{", "{{").replace("}", "}}")
-        return f"turns in {{rows}} have the key `{shown}`, which is not used"
+        return f"turns in {{rows}} have the unknown key `{shown}`"
     return _SENTENCES.get(kind, f"{kind}: {{rows}}")

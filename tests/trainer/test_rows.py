@@ -207,7 +207,7 @@ def test_what_is_said_beside_calls_stays(tmp_path: Path) -> None:
 
 UNREADABLE = {
     "no JSON": sharegpt(("human", "Brest?"), ("function_call", "tide(Brest)")),
-    "arguments in no form": {
+    "arguments that are plain text": {
         "messages": [
             *turns("Brest?"),
             OPENAI | {"tool_calls": [{"function": CALL | {"arguments": "Brest"}}]},
@@ -435,7 +435,7 @@ TEMPLATED: dict[str, tuple[dict[str, Any], list[tuple[str, bool]]]] = {
         {"instruction": HI, "output": "Yo.<|im_end|>\n"},
         [(HI, False), ("Yo.<|im_end|>", True)],
     ),
-    "the answer's heading beside it": (
+    "a completion with its heading": (
         {
             "prompt": HI.removesuffix("<|im_start|>assistant\n"),
             "completion": "<|im_start|>assistant\nYo.",

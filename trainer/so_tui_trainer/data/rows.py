@@ -133,6 +133,8 @@ def _glaive(row: Row) -> Conversation:
     )
 
 
+_MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns with what a model of text would not see."""
 _RESPONSE = "FUNCTION RESPONSE:"
 """What results begin with where Glaive's rows became turns."""
 
@@ -141,10 +143,12 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
     """Read a row and put what its columns of tools and ``system`` hold in front of the
     conversation.
     """
+    for column in _MEDIA_COLUMNS:
+        if row.get(column):
+            raise RowError(column, "is not empty, and only text is trained on")
     said = layout.read(row)
     if not said or said[0].role == TEXT:
         return said
-    _refuse_media(row)
     system = row.get("system")
     if isinstance(system, str) and system.strip():
         if layout.name == "glaive":
@@ -152,7 +156,7 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
         if said[0].role != "system":
             said = (Message("system", system), *said)
         elif said[0].content.strip() != system.strip():
-            raise RowError("system", "is another text than the system turn of the conversation")
+            raise RowError("system", "differs from the system turn of the conversation")
     described = {name: row.get(name) for name in _TOOL_COLUMNS if name in layout.reads}
     if said[0].role in ("system", "developer"):
         described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
@@ -204,13 +208,6 @@ def _parts(message: Message, *, hermes: bool) -> Iterator[Message]:
         yield from (message._replace(content=result) for result in responses(text))
         return
     yield message
-
-
-def _refuse_media(row: Row) -> None:
-    """Refuse a row with pictures, sounds or films: a model of text would not see them."""
-    for column in ("image", "images", "video", "videos", "audio", "audios"):
-        if row.get(column):
-            raise RowError(column, "is not empty, and only text is trained on")
 
 
 LAYOUTS = (
@@ -300,14 +297,11 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
         InputError: Names the row and the column.
     """
     layout = _layout_of_row(row, usual) if source.format == "auto" else usual
-    named = f"{source.source}, row {thousands(number)}"
-    verdicts = (name for name in _LABEL_COLUMNS if str(row.get(name)).lower() in ("true", "false"))
-    label = next(verdicts, None)
-    if label and layout.name != "text":
+    if layout.name != "text" and (label := _verdict(row)):
         raise reject(
             "data-preferences",
             "data.source",
-            named,
+            _named(source.source, number),
             f"has a verdict on its answer (column {label}), and so-tui trains on every answer",
             "Keep the rows with good answers, and remove the column.",
         )
@@ -317,7 +311,7 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
         raise reject(
             "data-loss-weight",
             "data.source",
-            named,
+            _named(source.source, number),
             f"{error}: a turn is trained or is context",
             "Set it to 0 or 1, or remove the key.",
         ) from error
@@ -325,6 +319,18 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
         raise bad_row(
             "data-row-unreadable", source.source, number, f"{error} (read as {layout.name})"
         ) from error
+
+
+def _verdict(row: Row) -> str:
+    """Return the column with which a row says whether its answer is good; empty without one."""
+    for name in _LABEL_COLUMNS:
+        if (value := row.get(name)) is not None and str(value).lower() in ("true", "false"):
+            return name
+    return ""
+
+
+def _named(source: str, number: int) -> str:
+    return f"{source}, row {thousands(number)}"
 
 
 def bad_row(code: str, source: str, number: int, message: str) -> InputError:
@@ -339,7 +345,7 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
     return reject(
         code,
         "data.source",
-        f"{source}, row {thousands(number)}",
+        _named(source, number),
         message,
         "Correct or remove the row, or set another `data.format`.",
     )

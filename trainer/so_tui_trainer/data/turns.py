@@ -31,7 +31,7 @@ _KNOWN_KEYS = frozenset(
     (*REASONING_KEYS, "tool_call_id", "name", "weight", TOOLS, UNREAD, REPLACED)
 )
 _LONGEST_KEY = 40
-"""Of a key that is named."""
+"""Characters of a key that are shown."""
 
 
 class Message(NamedTuple):
@@ -127,8 +127,11 @@ def _turn(turn: object, column: str) -> Message:
                 f"{column}.{role_key}",
                 f"is {short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}",
             )
+        content = turn.get(content_key)
+        if len(turn) == 2 and isinstance(content, str) and named not in _CALLING:
+            return Message(role, content)  # as nearly all are
         parts = _Parts(column)
-        parts.add_content(turn.get(content_key), content_key)
+        parts.add_content(content, content_key)
         if named in _CALLING:
             parts.add_spoken_call()
         for name, value in turn.items():
@@ -221,7 +224,7 @@ class _Parts:
                 case kind:
                     raise RowError(here, f"is a part of the type {short_repr(kind)}, not text")
         if len({*flags.values()}) > 1:
-            raise WeightError(f"{column}", "has parts that are trained beside parts that are not")
+            raise WeightError(f"{column}", "has trained parts and parts that are context")
         self.flags |= flags
         self.content = "".join(said)
 
