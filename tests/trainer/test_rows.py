@@ -226,7 +226,15 @@ def test_a_call_that_is_not_understood_is_not_trained(tmp_path: Path, case: str)
     assert not trained(found)
 
 
-NULLS = {"unit": None, "x": 1, "when": "2021-01-01"}
+NULLS = {
+    "unit": None,
+    "x": 1,
+    "when": "2021-01-01",
+    "small": 1e-12,
+    "exact": 48.390394123456,
+    "large": 123456789012345678901234,
+    "text": "007",
+}
 DEFAULTS = {"type": "object", "properties": {"unit": {"type": "string", "default": None}}}
 
 
@@ -245,7 +253,16 @@ def test_nulls_and_defaults_are_as_in_the_file(tmp_path: Path) -> None:
             (tools, _, said) = conversation
             assert dict(tools.extra)["tools"] == wanted["tools"]
             assert dict(said.extra)["tool_calls"] == wanted["messages"][1]["tool_calls"]
+    spaced = tmp_path / "spaced.jsonl"
+    spaced.write_text(
+        "\n\n".join(map(json.dumps, (rows[0], {"messages": [], "more": "x"}))) + "\n\n"
+    )
+    (opened,) = open_sources(spec_of(spaced).data)
+    (_, _, said), empty = opened.conversations(0, 2)
+    assert dict(said.extra)["tool_calls"] == rows[0]["messages"][1]["tool_calls"]
+    assert not empty
     (tmp_path / "folder").mkdir()
+    rows[0] = row({"x": None}, name="tide")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "folder" / "rows.parquet")
     (opened,) = open_sources(spec_of(tmp_path / "folder").data)
     _, (tools, _, said) = opened.conversations(0, 2)

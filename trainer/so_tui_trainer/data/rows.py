@@ -162,7 +162,9 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
         described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
         extra = tuple(pair for pair in said[0].extra if pair[0] not in _TOOL_COLUMNS)
         said = (said[0]._replace(extra=extra), *said[1:])
-    tools = [tool for name, value in described.items() for tool in tools_of(value, name)]
+    tools: list[dict[str, Any]] = []
+    for name, value in described.items():
+        tools += [tool for tool in tools_of(value, name) if tool not in tools]
     return _in_one_form(said, tools)
 
 

@@ -5,7 +5,9 @@ which other trainers leave a turn out of the loss.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from so_tui_trainer.data.calls import CALL_KEYS, RowError, UnreadCallError, calls_of, short_repr
@@ -72,9 +74,14 @@ def unknown_kinds(conversation: Conversation, template: str) -> frozenset[str]:
                 found.add("system-replaced")
             elif name == "tool_calls":
                 found |= {f"unknown-key:{key}" for call in value for key in {*call} - CALL_KEYS}
-            elif name not in _KNOWN_KEYS and name not in template:
+            elif name not in _KNOWN_KEYS and not _is_named(name, template):
                 found.add(f"unknown-key:{name[:_LONGEST_KEY]}")
     return frozenset(found)
+
+
+@lru_cache(maxsize=1000)
+def _is_named(key: str, template: str) -> bool:
+    return bool(re.search(rf"[.\"']{re.escape(key)}\b", template))
 
 
 _NAMES = {
