@@ -90,7 +90,7 @@ def _print(out: Console, preview: DataPreview) -> None:
         Text("documents by length in tokens", style="bold"),
         _histogram(preview),
         *(("", *_sequence(preview, out.width)) if preview.packing else ()),
-        *(Text(f"! {warning}", style="yellow") for warning in preview.warnings),
+        *(Text(f"! {warning}", style="yellow") for warning in preview.notes),
     ):
         out.print(part)
     plain = out.no_color or not out.is_terminal

@@ -37,6 +37,7 @@ from so_tui.spec import (
 )
 from so_tui.spec.check import exists, is_folder, path_fault
 from so_tui.spec.consents import NOT_TRUSTED, Code
+from so_tui.spec.data_notes import Found, sentences
 from so_tui.spec.errors import SoTuiError, refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
@@ -242,6 +243,8 @@ class _Tally(Struct, frozen=True, kw_only=True):
     dropped: int
     dropped_too_long: int
     cut: int
+    kinds: dict[str, Found]
+    """What is not trained as the rows have it."""
 
 
 _MOST_COLUMNS = 20
@@ -300,6 +303,11 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
     sequence: PackedSequence
     samples: tuple[Sample, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know of the data, in sentences."""
+        return [*self.warnings, *sentences(self.kinds)]
 
     @property
     def how(self) -> str:

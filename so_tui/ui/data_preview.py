@@ -218,7 +218,7 @@ class DataPreviewScreen(Dialog[None]):
     def _parts(self, preview: DataPreview) -> Iterable[Widget]:
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
-        for warning in preview.warnings:
+        for warning in preview.notes:
             yield Static(
                 Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
             )

@@ -46,6 +46,7 @@ TWO = ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLING = (QUESTION, say("", thinking="hm", tool_calls=[CALL]), Message("tool", "5"), FIVE)
 NAMING = (QUESTION, say("", tool_calls=["add"]), Message("tool", "5"), FIVE)
+BARE = {"type": "function", "function": {"name": "add", "arguments": {}}}
 FINAL = "<|channel|>final<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
@@ -66,7 +67,7 @@ def trained(
     found = []
     for ids, flags in encoder.encode(documents_of(encoder.chat, talk, loss).documents):
         runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
-        found += [tokenizer.decode([token for token, _ in run]) for flag, run in runs if flag]
+        found += [str(tokenizer.decode([token for token, _ in run])) for flag, run in runs if flag]
     return found
 
 
@@ -141,7 +142,7 @@ CONVERSATIONS: dict[str, tuple[str, Conversation, list[str]]] = {
     ),
     "a call that nothing ends": (
         TEMPLATES["open_ended"],
-        NAMING,
+        (QUESTION, say("", tool_calls=[BARE]), *NAMING[2:]),
         ["\n[add]<|eos|>", "It is 5.<|eos|>"],
     ),
     "a thought of its own": (

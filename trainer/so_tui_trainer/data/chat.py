@@ -90,6 +90,7 @@ class Chat:
             if message.role == TOOLS
             for tool in dict(message.extra)[TOOLS]
         ] or None
+        switches: dict[str, Any] = {} if thinks is None else dict.fromkeys(_THINKING, thinks)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -97,7 +98,7 @@ class Chat:
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=ask,
-                    **({} if thinks is None else dict.fromkeys(_THINKING, thinks)),
+                    **switches,
                 )
             )
         except Exception as error:  # a template raises whatever it leads to, MemoryError too
@@ -117,7 +118,9 @@ class Chat:
     @property
     def stop_id(self) -> int:
         """Id of the token at which generation stops."""
-        return int(self.tokenizer.convert_tokens_to_ids(self.specials.findall(self.stop)[-1]))
+        last: str = self.specials.findall(self.stop)[-1]
+        found: Any = self.tokenizer.convert_tokens_to_ids(last)
+        return int(found)
 
     def stops_at_end(self, text: str) -> str:
         """Return the special tokens that end a text, without anything between them."""

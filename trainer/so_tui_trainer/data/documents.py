@@ -13,7 +13,6 @@ import zlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from so_tui.spec import DataSpec, RunSpec
 from so_tui.spec.data_notes import Found
@@ -67,9 +66,9 @@ class Counts(Struct, frozen=True):
             kind: self.kinds[kind] + found if kind in self.kinds else found
             for kind, found in other.kinds.items()
         }
-        *one, _ = astuple(self)
-        *two, _ = astuple(other)
-        return Counts(*map(add, one, two), kinds)
+        numbers = (name for name in self.__struct_fields__ if name != "kinds")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in numbers}
+        return Counts(**sums, kinds=kinds)
 
 
 class SourcePart(Struct, frozen=True, omit_defaults=True):

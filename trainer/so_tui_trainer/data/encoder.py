@@ -134,9 +134,9 @@ class Encoder:
                 zip(batch, rows_written, strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
-                first = leading if bare or not self.chat.templated else []
+                own_leading = leading if bare or not self.chat.templated else []
                 own = list(islice(encoded, len(written.documents)))
-                fitted = [self._fit(number, first, tokens, bare=bare) for tokens in own]
+                fitted = [self._fit(number, own_leading, tokens, bare=bare) for tokens in own]
                 unknown = unknown_kinds(conversation, template)
                 written = written._replace(kinds=written.kinds | unknown)
                 yield _joined(number, fitted, written)

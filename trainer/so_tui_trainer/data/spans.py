@@ -79,7 +79,8 @@ class _UnprovenError(Exception):
 # What a turn consists of.
 
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_OPENED = re.compile(r"<think>\s*$")
+_ASKED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
+"""At the end of a prompt: a thought that it opens, or an empty one with which it asks for none."""
 _EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
 
 
@@ -268,9 +269,11 @@ class _Row:
         if found is None:
             raise _UnprovenError("the template writes it in another form than it asks with")
         tail, stop = self._closed(index, found, thinks=thinks)
-        if (opened := _OPENED.search(prompt)) and "</think>" not in tail[:stop]:
+        opened = _ASKED_THOUGHT.search(prompt)
+        if opened and not opened[1] and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
-            return closing + tail, stop + len(closing)
+            text = tail.lstrip("\n")
+            return closing + text, stop + len(closing) + len(text) - len(tail)
         return tail, stop
 
     def _closed(self, index: int, tail: str, *, thinks: bool) -> tuple[str, int]:
@@ -289,8 +292,8 @@ class _Row:
 
 
 def _behind(prompt: str, whole: str) -> str | None:
-    """Return what a text has behind a prompt, or behind it but for the thought that it opens."""
-    opened = _OPENED.search(prompt)
+    """Return what a text has behind a prompt, or behind it but for the thought at its end."""
+    opened = _ASKED_THOUGHT.search(prompt)
     for beginning in (prompt, prompt[: opened.start()] if opened else prompt):
         if whole.startswith(beginning):
             return whole.removeprefix(beginning)
