@@ -426,6 +426,20 @@ def kinds(folder: Path, *rows: dict[str, Any], template: str = "tools") -> list[
     return sentences(sum(found[1:], found[0]).kinds)
 
 
+def test_tools_without_a_template_are_counted_not_trained(tmp_path: Path) -> None:
+    chat = chat_of(load_tokenizer(tiny().model))
+    (called,) = conversations(tmp_path, CALLING["OpenAI"])
+    found = documents_of(chat, called)
+    assert found.kinds == {"tools-dropped", "calls-dropped"}
+    assert trained(found) == [f"{SAID}<|eos|>"]
+    (unread,) = conversations(tmp_path, UNREADABLE["no JSON"])
+    found = documents_of(chat, unread)
+    assert (found.documents, bool(found.unproven)) == ([], True)
+    thought = ROWS["messages"]["messages"][1] | {"thinking": "hm"}
+    (thinking,) = conversations(tmp_path, {"messages": [*turns("Add 2 and 3."), thought]})
+    assert documents_of(chat, thinking).kinds == {"reasoning-dropped"}
+
+
 def test_unknown_keys_are_named_once_with_their_rows(tmp_path: Path) -> None:
     said = [*turns("2+2?"), {"role": "assistant", "content": "4.", "mo{d\ne": "x"}]
     (sentence,) = kinds(tmp_path, ROWS["messages"], {"messages": said}, {"messages": said})

@@ -404,8 +404,17 @@ def documents_of(
     if not answers:
         return Written([])
     if not chat.templated:
-        parts = _alpaca(chat, conversation, frozenset(answers))
-        found = Written([parts] if any(part.trained for part in parts) else [])
+        unread = {
+            index: reason
+            for index in answers
+            if (reason := dict(conversation[index].extra).get(UNREAD))
+        }
+        parts = _alpaca(chat, conversation, frozenset(answers) - unread.keys())
+        found = Written(
+            [parts] if any(part.trained for part in parts) else [],
+            _not_in_alpaca(conversation),
+            str(next(iter(unread.values()), "")),
+        )
     else:
         found = written(chat, conversation, answers, split=split and loss != "all")
     if loss != "all" or not found.documents:
@@ -415,6 +424,20 @@ def documents_of(
         thinks = any(reasoning_of(message) for message in conversation)
         whole = chat.render(conversation, thinks=thinks) + (chat.stop if chat.open else "")
     return found._replace(documents=[[Segment(whole, True)]])
+
+
+def _not_in_alpaca(conversation: Conversation) -> frozenset[Kind]:
+    """Return what a conversation has and the Alpaca layout does not write."""
+    found: set[Kind] = set()
+    for message in conversation:
+        if message.role == TOOLS:
+            found.add("tools-dropped")
+        elif message.extra:
+            if calls_of(message):
+                found.add("calls-dropped")
+            if reasoning_of(message._replace(content="")):
+                found.add("reasoning-dropped")
+    return frozenset(found)
 
 
 def _of_pieces(pieces: Sequence[Piece], loss: LossOn) -> Written:
