@@ -140,7 +140,7 @@ def _sources(preview: DataPreview) -> RenderableType:
 
 
 def _unused(preview: DataPreview) -> Iterator[Text]:
-    """Yield a line for each source with columns that are not used."""
+    """Yield a line for each source with unused columns."""
     from rich.text import Text
 
     for source in preview.sources:

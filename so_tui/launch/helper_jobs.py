@@ -248,7 +248,7 @@ class _Tally(Struct, frozen=True, kw_only=True):
 
 
 _MOST_COLUMNS = 20
-"""Columns without a use that are named."""
+"""Unused columns that are named."""
 
 
 class SourceView(_Tally, frozen=True, kw_only=True):
@@ -270,7 +270,7 @@ class SourceView(_Tally, frozen=True, kw_only=True):
         named = ", ".join(self.unused_columns[:_MOST_COLUMNS])
         more = len(self.unused_columns) - _MOST_COLUMNS
         return (
-            f"columns not used: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
+            f"unused columns: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
         )
 
 

@@ -43,7 +43,7 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
     many, few = preview.sources
     assert (many.format, few.format) == ("alpaca", "messages")
-    assert (many.unused, few.unused) == ("", "columns not used: id")
+    assert (many.unused, few.unused) == ("", "unused columns: id")
     assert (few.rows, few.dropped, few.documents, few.times_an_epoch) == (2, 1, 1, 10)
     assert many.truncated == preview.truncated > 0
     assert few.share == pytest.approx(0.25, abs=0.02)
