@@ -269,9 +269,7 @@ class SourceView(_Tally, frozen=True, kw_only=True):
         """The first of these columns, in a sentence; empty without any."""
         named = ", ".join(self.unused_columns[:_MOST_COLUMNS])
         more = len(self.unused_columns) - _MOST_COLUMNS
-        return (
-            f"unused columns: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
-        )
+        return f"unused columns: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
 
 
 class Held(Struct, frozen=True):

@@ -374,20 +374,26 @@ def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> _Ro
         builder = _prepared(source, *what, **options, **_text_columns(rows.column_names))
         return _Rows(builder.as_dataset(split=source.split))
     if kind == "json" and _is_guessed(rows.features):
-        return _read_encoded(source, builder, rows.column_names, options["cache_dir"])
+        return _read_encoded(source, builder, rows.column_names, what, options["cache_dir"])
     return _Rows(rows)
 
 
 def _read_encoded(
-    source: DataSource, builder: DatasetBuilder, columns: Sequence[str], cache_dir: str
+    source: DataSource,
+    builder: DatasetBuilder,
+    columns: Sequence[str],
+    what: tuple[str | None, ...],
+    cache_dir: str,
 ) -> _Rows:
     """Load rows of JSON files with each value as JSON: the type for JSON of ``datasets`` rounds
     fractions to ten digits.
 
     Args:
         source: The source.
-        builder: Has its files.
+        builder: Has its files. Offline, it has none for a source on the hub: the copies that were
+            made online are read then.
         columns: The keys of its rows.
+        what: What ``datasets`` calls the source.
         cache_dir: Where copies with a column of text for each key are stored.
 
     Raises:
@@ -397,7 +403,10 @@ def _read_encoded(
 
     folder = Path(cache_dir) / "so-tui-encoded"
     private_folder(folder)
+    index = folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
     copies: dict[str, list[str]] = {}
+    if not builder.config.data_files:
+        copies = json.loads(read_bounded(index, LARGEST_FILE_BYTES))
     for split, names in (builder.config.data_files or {}).items():
         for name in names:
             copy = folder / f"{hashlib.sha256(f'{name} {columns}'.encode()).hexdigest()[:16]}.jsonl"
@@ -415,6 +424,7 @@ def _read_encoded(
                 partial.unlink(missing_ok=True)
                 raise
             partial.replace(copy)
+    write_atomic(index, json.dumps(copies).encode())
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     options: dict[str, Any] = {"data_files": copies, "cache_dir": cache_dir}
     encoded = datasets.load_dataset_builder("json", features=features, **options)
@@ -555,7 +565,7 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
             write_atomic(columns_file, json.dumps(columns).encode())
     names = json.loads(read_bounded(columns_file, LARGEST_FILE_BYTES))
     builder = _builder(source, *what, **options)
-    return _read_encoded(source, builder, names, options["cache_dir"])
+    return _read_encoded(source, builder, names, what, options["cache_dir"])
 
 
 def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
