@@ -159,7 +159,7 @@ def _has_calls(text: str, message: Message) -> bool:
     )
 
 
-def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
+def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
     """Return what the turns before an answer have and its context does not."""
     found: set[Kind] = set()
     at = 0
@@ -184,11 +184,9 @@ def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
                 raise _UnprovenError(
                     f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
                 )
-        if not calls_of(
-            message
-        ):  # templates may write what is said beside a call behind its result
-            at = max(at, place)
-        if calls_of(message) and not _has_calls(prompt, message):
+        if not calls_of(message):
+            at = max(at, place)  # what is said beside a call may stand behind its result
+        elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
 
@@ -217,11 +215,11 @@ class _Row:
             TemplateError: The template rejects the turns.
             _UnprovenError: What the model would write is not certain.
         """
-        turn, chat = self.turns[index], self.chat
+        turn = self.turns[index]
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
         prompt = self._prompt(index, thinks=thinks)
-        kinds = _left_out(chat, self.turns[:index], prompt)
+        kinds = _left_out(self.turns[:index], prompt)
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
         if reasoning and not _has(said, reasoning):
@@ -264,7 +262,7 @@ class _Row:
             found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
         if found is None:
             raise _UnprovenError("the template writes it in another form than it asks with")
-        tail, stop = self._closed(index, found, thinks=thinks)
+        tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
@@ -272,7 +270,7 @@ class _Row:
             return closing + text, stop + len(closing) + len(text) - len(tail)
         return tail, stop
 
-    def _closed(self, index: int, tail: str, *, thinks: bool) -> tuple[str, int]:
+    def _closed(self, index: int, tail: str) -> tuple[str, int]:
         """Return a turn with its stop token, and the length without it."""
         chat = self.chat
         tail = tail.removesuffix(chat.after)
@@ -300,7 +298,6 @@ def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
     """Return an answer with the reasoning that the template leaves out, in the form in which
     inference produces it; empty where the template shows no such form.
     """
-    reasoning = reasoning.strip()
     if prompt.rstrip().endswith("<think>"):
         before, closing, text = said.partition("</think>")
         if closing and not before.strip():
@@ -400,8 +397,7 @@ def documents_of(
     if conversation[0].role == TEXT:
         return Written([[Segment(conversation[0].content + chat.end, True)]])
     if not chat.templated:
-        parts = _alpaca(chat, conversation, frozenset(answers))
-        found = Written([parts] if any(part.trained for part in parts) else [])
+        found = _plainly(chat, conversation, answers)
     else:
         found = written(chat, conversation, answers, split=split and loss != "all")
     if loss != "all" or not found.documents:
@@ -429,6 +425,24 @@ def _without_stop_token(chat: Chat, message: Message) -> Message:
     said = message.content.rstrip()
     ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
     return message._replace(content=said.removesuffix(ending)) if ending else message
+
+
+def _plainly(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> Written:
+    """Write a conversation without a template, in the Alpaca layout, which has no calls."""
+    calling = [index for index in answers if calls_of(conversation[index])]
+    parts = _alpaca(chat, conversation, frozenset(answers) - frozenset(calling))
+    text = "".join(part.text for part in parts)
+    kinds = _left_out(conversation, text)
+    thoughts = (reasoning_of(conversation[index]) for index in answers)
+    if any(thought and not _has(text, thought) for thought in thoughts):
+        kinds.add("reasoning-dropped")
+    return Written(
+        [parts] if any(part.trained for part in parts) else [],
+        frozenset(kinds),
+        f"message {calling[0] + 1}: no calls are written without a chat template"
+        if calling
+        else "",
+    )
 
 
 def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:
