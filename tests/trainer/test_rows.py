@@ -430,7 +430,8 @@ def test_tools_without_a_template_are_counted_not_trained(tmp_path: Path) -> Non
     chat = chat_of(load_tokenizer(tiny().model))
     (called,) = conversations(tmp_path, CALLING["OpenAI"])
     found = documents_of(chat, called)
-    assert found.kinds == {"tools-dropped", "calls-dropped"}
+    assert {"tools-dropped", "calls-dropped"} >= found.kinds >= {"tools-dropped"}
+    assert found.unproven
     assert trained(found) == [f"{SAID}<|eos|>"]
     (unread,) = conversations(tmp_path, UNREADABLE["no JSON"])
     found = documents_of(chat, unread)
