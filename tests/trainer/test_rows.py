@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.spans import Written, documents_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.data.turns import UNREAD, UNTRAINED, Conversation, Message
+from tests.support.hub import loopback_hub
 from tests.support.launching import tiny
 from tests.support.problems import refusal
+from tests.support.python_path import printed
 from tests.support.rows import ROWS, lines, spec_of, turns
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
@@ -268,6 +271,27 @@ def test_nulls_and_defaults_are_as_in_the_file(tmp_path: Path) -> None:
     _, (tools, _, said) = opened.conversations(0, 2)
     assert dict(tools.extra)["tools"] == rows[1]["tools"]
     assert dict(said.extra)["tool_calls"][0]["function"]["arguments"] == {"y": [None]}
+
+
+_READ = """
+from so_tui_trainer.data.sources import open_sources
+from tests.support.rows import spec_of
+(opened,) = open_sources(spec_of("own/tides").data)
+(talk,) = opened.conversations(0, 1)
+print(dict(talk[1].extra)["tool_calls"][0]["function"]["arguments"])
+"""
+
+
+@pytest.mark.slow
+def test_nulls_of_a_source_on_the_hub_stay_offline_too(tmp_path: Path) -> None:
+    call = {"function": CALL | {"arguments": NULLS}}
+    row = {"messages": [*turns("Brest?"), OPENAI | {"tool_calls": [call]}]}
+    with loopback_hub(tmp_path) as hub:
+        hub.add("datasets", "own/tides", {"train.jsonl": json.dumps(row).encode()})
+        for offline in ("0", "1"):
+            environment = {"HF_HUB_OFFLINE": offline, "HF_DATASETS_OFFLINE": offline}
+            found = printed("-c", _READ, env=os.environ | environment)
+            assert found.splitlines()[-1] == str(NULLS)
 
 
 FLAGS: list[dict[str, Any]] = [
