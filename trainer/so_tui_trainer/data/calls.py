@@ -28,7 +28,7 @@ class RowError(Exception):
 
 
 class UnreadCallError(Exception):
-    """A call that is written in a form that is not understood."""
+    """A call in an unknown form."""
 
 
 def short_repr(value: object) -> str:
