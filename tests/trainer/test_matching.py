@@ -1,6 +1,7 @@
 """Weights in the hub's layouts: what must be there, of multimodal models too, and MXFP4 in bf16."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -23,12 +24,14 @@ from so_tui_trainer.model.weights import (
     _converted_folder,
     _Match,
     _realised,
+    load,
     match_weights,
     meta_model,
     refuse_mismatch,
     trainable_folder,
     weights_folder,
 )
+from so_tui_trainer.tools.check_inputs import _stored
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.launching import tiny
 from tests.support.models import MULTIMODAL, ONE_OF_EACH, causal_model, load_pretrained, saved
@@ -92,6 +95,64 @@ def test_a_tied_head_need_not_be_stored_and_may_be(tmp_path: Path) -> None:
     rewrite(tmp_path, angles | {"lm_head.weight": stored})
     found = matched(model, tmp_path)
     assert (found.missing, found.unexpected) == ((), ())
+
+
+def test_a_head_that_is_not_the_embedding_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers that save each name have written such: transformers warns, and does not tie them."""
+    model = saved("qwen3-14b", tmp_path, tie_word_embeddings=True)
+    embedding: Any = model.get_input_embeddings()
+    stored = embedding.weight.detach()
+    spec = tiny(model__id=str(tmp_path), model__weights="pretrained")
+    rewrite(tmp_path, {"lm_head.weight": stored.float()})
+    assert _stored(spec, tmp_path) == []
+    own = stored.clone()
+    own[-1, -1] += 1
+    rewrite(tmp_path, {"lm_head.weight": own})
+    problem = refusal(lambda: _stored(spec, tmp_path))
+    assert (problem.code, problem.field) == ("weights-untied", "model.id")
+    for said in ("lm_head.weight", "model.embed_tokens.weight", "model.safetensors"):
+        assert said in problem.message
+    # The remedy.
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text()) | {"tie_word_embeddings": False}
+    path.write_text(json.dumps(written))
+    assert _stored(spec, tmp_path) == []
+    assert torch.equal(loaded(tmp_path, monkeypatch).lm_head.weight, own)
+
+
+def loaded(folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Load a folder's weights as a rank does, into a model that is not sharded."""
+    patch.setattr("superoffload.local_shard", lambda whole: (whole.data.view(-1), 0))
+    config, index = load_config(ModelSpec(id=str(folder), weights="pretrained")), read_index(folder)
+    meta, model = meta_model(config), causal_model(config, torch.bfloat16)
+    load(model, meta, match_weights(meta, index), index, lambda done, total: None)
+    return model
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        ("llama-3.1-8b", "model.layers.0.mlp.up_proj.weight"),
+        ("llama-3.1-8b", "model.norm.weight"),
+        ("qwen3-30b-a3b", "model.layers.1.mlp.experts.2.gate_proj.weight"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(
+    preset: str, name: str, number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(preset, tmp_path).save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors").unlink()
+    assert loaded(tmp_path, monkeypatch)
+    (file,) = (path for path in tmp_path.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = number
+    save_file(tensors, file, metadata={"format": "pt"})
+    problem = refusal(lambda: loaded(tmp_path, monkeypatch))
+    assert (problem.code, problem.value) == ("weights-not-finite", str(file))
+    assert problem.message.startswith(f"{name} ")
 
 
 def test_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def _causal(
         index = read_index(weights_folder(spec))
         found = weights.match_weights(meta, index)
         weights.refuse_mismatch(found, spec)
+        weights.refuse_untied(meta, found, index, spec)
     causal = weights.empty_model(config, meta, implementation, ds_config)
     if found is not None:
         weights.load(causal, meta, found, index, on_files)

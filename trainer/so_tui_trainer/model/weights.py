@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import superoffload
 from so_tui.folders import cache_home
-from so_tui.spec import ModelSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import LARGEST_FILE_BYTES
 from so_tui.trust.files import read_bounded
@@ -189,6 +189,62 @@ def refuse_mismatch(found: _Match, model: ModelSpec) -> None:
             f"its checkpoint {'; '.join(parts)}",
             "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`.",
         )
+
+
+@torch.no_grad()
+def refuse_untied(
+    meta: PreTrainedModel, found: _Match, index: Mapping[str, Stored], model: ModelSpec
+) -> None:
+    """Refuse a checkpoint whose tensors differ although the configuration makes them one, such as
+    a head and the embedding: one of them would be lost.
+
+    Args:
+        meta: The model on meta tensors.
+        found: How the stored tensors become the model's.
+        index: The stored tensors.
+        model: Where they came from.
+
+    Raises:
+        InputError: There are such tensors (``weights-untied``).
+    """
+    loaded = {
+        name: index[conversion.sources[0][1]]
+        for conversion in found.conversions
+        if conversion.converter is None
+        for name in conversion.shapes
+    }
+    for names in {frozenset(names) for names in _ties(meta).values()}:
+        stored = sorted(names & loaded.keys(), key=lambda name: (_is_head(name), name))
+        embedding = stored[0] if stored else ""
+        for other in stored[1:]:
+            if _differ(loaded[embedding], loaded[other], meta.dtype):
+                raise reject(
+                    "weights-untied",
+                    "model.id",
+                    model.id,
+                    f"its config.json says that {other} is {embedding} (tie_word_embeddings), but "
+                    f"{loaded[other].path.name} has another {other}, which would be lost",
+                    "To train it, set `tie_word_embeddings` to false in the config.json of a local "
+                    "copy, and add that with `so-tui presets add`. To train without it, remove it "
+                    "from that copy.",
+                )
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith("head.weight")
+
+
+def _differ(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
+    """Return whether two stored tensors differ in the type that is trained. Reads them in
+    pieces.
+    """
+    step = PIECE_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+    for start in range(0, one.numel, step):
+        stop = min(start + step, one.numel)
+        pieces = [stored.elements(start, stop).to(dtype) for stored in (one, other)]
+        if not torch.equal(*pieces) and not torch.allclose(*pieces, 0.0, 0.0, equal_nan=True):
+            return True
+    return False
 
 
 def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
@@ -517,6 +573,8 @@ def load(
 ) -> None:
     """Fill the model's weights and stored buffers from a checkpoint that matches it.
 
+    Numbers are checked as they are read, by the rank whose part they are in.
+
     Args:
         causal: The sharded model.
         meta: The same model on meta tensors.
@@ -525,6 +583,7 @@ def load(
         on_files: Called before the first file, and after the last conversion that needs one.
 
     Raises:
+        InputError: A number is infinite or none at all (``weights-not-finite``).
         OSError: A file cannot be read.
     """
     left = Counter(path for conversion in found.conversions for path in _files(conversion, index))
@@ -543,12 +602,14 @@ def load(
         done |= {id(tensor) for tensor in wanted.values()}
         if conversion.converter is None:
             for tensor in wanted.values():
-                _fill_from_file(tensor, index[conversion.sources[0][1]])
+                _fill_from_file(tensor, conversion.sources[0][1], index)
         elif wanted:
             made = _realised(meta, conversion, lambda name: index[name].read())
             for name, tensor in wanted.items():
                 part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])
+                if not _is_finite(part):
+                    raise _not_finite(*_culprit(conversion, index))
         paths = _files(conversion, index)
         left.subtract(paths)
         if completed := sum(not left[path] for path in paths):
@@ -560,12 +621,44 @@ def _files(conversion: _Conversion, index: Mapping[str, Stored]) -> set[Path]:
     return {index[name].path for _, name in conversion.sources}
 
 
-def _fill_from_file(tensor: Tensor, stored: Stored) -> None:
+def _fill_from_file(tensor: Tensor, name: str, index: Mapping[str, Stored]) -> None:
+    stored = index[name]
     part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
         piece = part[begin : begin + step]
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
+        if not _is_finite(piece):
+            raise _not_finite(name, stored)
+
+
+def _is_finite(part: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite.
+
+    Their extremes are not if any of them is not, and take one pass without a copy.
+    """
+    if not part.is_floating_point() or not part.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(part))).all())
+
+
+def _culprit(conversion: _Conversion, index: Mapping[str, Stored]) -> tuple[str, Stored]:
+    """Return the first of a conversion's stored tensors that is not finite; the first one if the
+    conversion made them so.
+    """
+    names = [name for _, name in conversion.sources]
+    first = next((name for name in names if not _is_finite(index[name].read())), names[0])
+    return first, index[first]
+
+
+def _not_finite(name: str, stored: Stored) -> InputError:
+    return reject(
+        "weights-not-finite",
+        "model.id",
+        str(stored.path),
+        f"{name} has numbers that are not finite (NaN or infinite): it cannot be trained",
+        "Download it again with `so-tui fetch`, or choose another checkpoint.",
+    )
 
 
 def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
