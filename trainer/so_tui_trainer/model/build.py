@@ -46,8 +46,8 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     """Refuse a model that would be trained wrongly.
 
     Raises:
-        InputError: Its loss is not that of a plain output projection, or its documents could not be
-            kept apart.
+        InputError: Its loss is not that of a plain output projection, its documents could not be
+            kept apart, or their positions not be computed.
     """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
@@ -66,9 +66,27 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
             "documents that are packed into one sequence cannot be told apart by transformers' "
             f"code for {config.model_type}"
         )
+    elif (kind := _unknown_rotary(causal)) is not None:
+        code, remedy = "model-rotary-unknown", "Choose a model that transformers has code for."
+        message = (
+            f"its rotary frequencies depend on the length of a sequence ({kind}), and its own code "
+            "computes them in a way that so-tui cannot apply to each document"
+        )
     else:
         return
     raise model_problem(code, model, message, remedy)
+
+
+def _unknown_rotary(causal: PreTrainedModel) -> str | None:
+    """Return the type of rotary frequencies by the length of a sequence, if no rotary embedding of
+    transformers' computes them.
+    """
+    if any(map(trained.rope_types, causal.modules())):
+        return None
+    config = causal.config
+    asked = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(asked.get("rope_type") or asked.get("type") or "")
+    return kind if trained.by_length(kind) or kind == "su" else None
 
 
 def _passes_boundaries(causal: PreTrainedModel) -> bool:
