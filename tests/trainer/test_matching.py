@@ -15,15 +15,18 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from benchmarks.architecture_models import of_kind
 from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
 from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
+    _compute_buffers,
     _converted_folder,
     _Match,
     _realised,
+    constructed,
     load,
     match_weights,
     meta_model,
@@ -34,7 +37,16 @@ from so_tui_trainer.model.weights import (
 from so_tui_trainer.tools.check_inputs import _stored
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.launching import tiny
-from tests.support.models import MULTIMODAL, ONE_OF_EACH, causal_model, load_pretrained, saved
+from tests.support.models import (
+    MULTIMODAL,
+    ONE_OF_EACH,
+    OTHERS,
+    another,
+    causal_model,
+    known,
+    load_pretrained,
+    saved,
+)
 from tests.support.problems import refusal
 from tests.support.python_path import printed
 
@@ -122,11 +134,34 @@ def test_a_head_that_is_not_the_embedding_is_kept(
     assert torch.equal(loaded(tmp_path, monkeypatch).lm_head.weight, own)
 
 
+ROUTED = known({"deepseek_v3": {}, "minimax_m2": {}, "dots1": {}})
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_buffers_that_decide_stay_in_fp32(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of routers and rotary frequencies, as transformers has them in fp32."""
+    spec = another(kind) if kind in OTHERS else of_kind(kind)
+    plain = causal_model(load_config(spec), torch.float32)
+    for name, buffer in plain.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(10 + torch.rand_like(buffer) / 100)  # bf16 would make all of them 10
+    plain.save_pretrained(tmp_path)
+    found = dict(loaded(tmp_path, monkeypatch).named_buffers())
+    expected = dict(load_pretrained(tmp_path)[0].named_buffers())
+    assert any("e_score_correction_bias" in name for name in expected)
+    for name, buffer in expected.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name], buffer), name
+
+
 def loaded(folder: Path, patch: pytest.MonkeyPatch) -> Any:
     """Load a folder's weights as a rank does, into a model that is not sharded."""
     patch.setattr("superoffload.local_shard", lambda whole: (whole.data.view(-1), 0))
     config, index = load_config(ModelSpec(id=str(folder), weights="pretrained")), read_index(folder)
-    meta, model = meta_model(config), causal_model(config, torch.bfloat16)
+    meta, model = meta_model(config), constructed(config)
+    _compute_buffers(model, meta)
     load(model, meta, match_weights(meta, index), index, lambda done, total: None)
     return model
 

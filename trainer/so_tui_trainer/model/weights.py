@@ -79,7 +79,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 def constructed(
     config: PretrainedConfig, implementation: str | None = DEFAULT_ATTENTION
 ) -> PreTrainedModel:
-    """Call the constructor of a causal language model in bf16."""
+    """Call the constructor of a causal language model in bf16, but for some buffers."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -89,7 +89,23 @@ def constructed(
         attn_implementation=implementation,
         **code_of(config),
     )
+    _keep_exact(result)
     return result
+
+
+_EXACT = ("e_score_correction_bias",)
+"""Buffers that stay in fp32 although transformers would keep them so for some models only, and not
+where it only constructs them: biases of routers that decide between nearly equal experts.
+"""
+
+
+def _keep_exact(causal: PreTrainedModel) -> None:
+    """Make buffers fp32 that decide more than bf16 can tell apart."""
+    names = re.compile("|".join((*_EXACT, *(causal._keep_in_fp32_modules_strict or ()))))
+    for prefix, module in causal.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and names.search(f"{prefix}.{name}"):
+                setattr(module, name, buffer.float())
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:
