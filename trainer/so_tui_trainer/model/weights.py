@@ -689,16 +689,15 @@ def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
-    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would
-    be inaccurate.
+    """Give buffers the type that they have without ZeRO-3, which creates them in the weights', and
+    compute those of modules without weights again: rotary frequencies in bf16 would be inaccurate.
     """
     for module, plain in zip(causal.modules(), meta.modules(), strict=True):
         buffers = dict(plain.named_buffers(recurse=False))
-        if not buffers or next(module.parameters(recurse=False), None) is not None:
-            continue
         for key, like in buffers.items():
             have = getattr(module, key)
             if have.dtype != like.dtype:
-                setattr(module, key, torch.empty_like(like, device=have.device))
-        owner: Any = causal
-        owner._init_weights(module)
+                setattr(module, key, torch.empty_like(like, device=have.device).copy_(have))
+        if buffers and next(module.parameters(recurse=False), None) is None:
+            owner: Any = causal
+            owner._init_weights(module)
