@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -224,30 +225,27 @@ def refuse_untied(
         InputError: There are such tensors (``weights-untied``).
     """
     loaded = {
-        name: index[conversion.sources[0][1]]
+        name: conversion.sources[0][1]
         for conversion in found.conversions
         if conversion.converter is None
         for name in conversion.shapes
     }
+    heads = meta._tied_weights_keys or ()
     for names in {frozenset(names) for names in _ties(meta).values()}:
-        stored = sorted(names & loaded.keys(), key=lambda name: (_is_head(name), name))
-        embedding = stored[0] if stored else ""
-        for other in stored[1:]:
-            if _differ(loaded[embedding], loaded[other], meta.dtype):
+        ordered = sorted(names & loaded.keys(), key=lambda name: (name in heads, name))
+        stored = [loaded[name] for name in ordered]
+        for embedding, head in product(stored[:1], stored[1:]):
+            if _differ(index[embedding], index[head], meta.dtype):
                 raise reject(
                     "weights-untied",
                     "model.id",
                     model.id,
-                    f"its config.json says that {other} is {embedding} (tie_word_embeddings), but "
-                    f"{loaded[other].path.name} has another {other}, which would be lost",
+                    f"its config.json says that {head} is {embedding} (tie_word_embeddings), but "
+                    f"{index[head].path.name} has another {head}, which would be lost",
                     "To train it, set `tie_word_embeddings` to false in the config.json of a local "
                     "copy, and add that with `so-tui presets add`. To train without it, remove it "
                     "from that copy.",
                 )
-
-
-def _is_head(name: str) -> bool:
-    return name.endswith("head.weight")
 
 
 def _differ(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
@@ -257,8 +255,9 @@ def _differ(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
     step = PIECE_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
     for start in range(0, one.numel, step):
         stop = min(start + step, one.numel)
-        pieces = [stored.elements(start, stop).to(dtype) for stored in (one, other)]
-        if not torch.equal(*pieces) and not torch.allclose(*pieces, 0.0, 0.0, equal_nan=True):
+        first, second = (each.elements(start, stop).to(dtype) for each in (one, other))
+        same = torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
+        if not same:
             return True
     return False
 
