@@ -97,7 +97,9 @@ def test_dynamic_frequencies_are_those_of_each_length(kind: str) -> None:
 
 
 def test_frequencies_of_code_that_is_not_known_are_refused() -> None:
-    spec = replace(LLAMA, config=LLAMA.config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    spec = replace(
+        LLAMA, config=LLAMA.config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    )
     causal = meta_model(load_config(spec))
     refuse_unsupported(causal, spec)
     rotary: Any = causal.get_submodule("model.rotary_emb")

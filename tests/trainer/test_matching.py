@@ -18,8 +18,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from benchmarks.architecture_models import of_kind
 from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
+from so_tui.spec.model_table import dropouts
 from so_tui_trainer.export import of_folder
-from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
     _compute_buffers,
@@ -324,6 +325,16 @@ def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None
     assert model.config["model_type"] == LANGUAGE[kind]
     assert not any("vision" in name for name in names)
     assert any("multimodal" in note and "exported" in note for note in notes)
+
+
+def test_dropout_of_the_kinds_own_default_is_described(tmp_path: Path) -> None:
+    """config.json need not say it: GPT-2 drops a tenth by default."""
+    small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 320, "embd_pdrop": 0.0}
+    model, _ = described(tmp_path, model_type="gpt2", **small)
+    assert dropouts(model.config) == {"attn_pdrop": 0.1, "resid_pdrop": 0.1}
+    config = load_config(ModelSpec(id=str(tmp_path), weights="pretrained"))
+    assert disable_dropout(config) == dropouts(model.config)
+    assert dropouts(config.to_dict()) == {}
 
 
 def test_an_untrainable_language_part_is_refused(tmp_path: Path) -> None:

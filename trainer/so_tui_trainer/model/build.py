@@ -148,7 +148,7 @@ def build(
         raise InputError([problem])
     if problem := sharing_problem(kinds, spec.train.sequence_parallel):
         raise InputError([problem])
-    disable_dropout(config)
+    dropped = disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
     _refuse_unlisted(causal, spec.model)
@@ -169,9 +169,8 @@ def build(
     _set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
-    return TrainedModel(
-        causal, implementation, RouterLoss(causal, coefficient) if coefficient else None
-    )
+    router = RouterLoss(causal, coefficient) if coefficient else None
+    return TrainedModel(causal, implementation, router, dropped)
 
 
 def _host_activations(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,7 @@ class _Documents:
             self.lengths, self.distinct = batch.document_lengths(), ()
             if batch.longest > self._dynamic_beyond:
                 longer = self.lengths[self.lengths > self._dynamic_beyond]
-                self.distinct = tuple(longer.unique().tolist())  # waits for the GPU
+                self.distinct = tuple(torch.unique(longer).tolist())  # waits for the GPU
 
 
 def documents_of(causal: PreTrainedModel) -> _Documents:
@@ -162,9 +163,7 @@ def _by_document(
     return found
 
 
-def _chosen(
-    where: Tensor, these: Iterable[Tensor], others: Iterable[Tensor]
-) -> tuple[Tensor, ...]:
+def _chosen(where: Tensor, these: Iterable[Tensor], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(
         torch.where(where[..., None], this, other)
         for this, other in zip(these, others, strict=True)
@@ -280,7 +279,11 @@ class TrainedModel(nn.Module):
     """A Hugging Face model with a loss in place of its output projection."""
 
     def __init__(
-        self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None
+        self,
+        causal: PreTrainedModel,
+        implementation: str,
+        router: RouterLoss | None = None,
+        dropouts: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Wrap a model.
 
@@ -288,10 +291,12 @@ class TrainedModel(nn.Module):
             causal: The model with its weights.
             implementation: Its attention implementation.
             router: The load-balancing loss, if there is one.
+            dropouts: What its configuration asked to drop, which nothing does.
         """
         super().__init__()
         self.causal = causal
         self.attention = implementation
+        self.dropouts = dropouts
         head: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         self.loss = HeadLoss(head, *logit_changes(causal.config))
         self.dtype = head.dtype
