@@ -671,7 +671,7 @@ def _not_finite(name: str, stored: Stored) -> InputError:
         "weights-not-finite",
         "model.id",
         str(stored.path),
-        f"{name} has numbers that are not finite (NaN or infinite): it cannot be trained",
+        f"{name} holds NaN or infinity, so the model cannot be trained",
         "Download it again with `so-tui fetch`, or choose another checkpoint.",
     )
 
