@@ -94,15 +94,15 @@ def constructed(
     return result
 
 
-_EXACT = ("e_score_correction_bias",)
-"""Buffers that stay in fp32 although transformers would keep them so for some models only, and not
-where it only constructs them: biases of routers that decide between nearly equal experts.
+_EXACT = "e_score_correction_bias"
+"""How names of tensors end that stay in fp32, also of models for which transformers does not say so
+or which it only constructs: biases of routers, which decide between nearly equal experts.
 """
 
 
 def _keep_exact(causal: PreTrainedModel) -> None:
     """Make buffers fp32 that decide more than bf16 can tell apart."""
-    names = re.compile("|".join((*_EXACT, *(causal._keep_in_fp32_modules_strict or ()))))
+    names = re.compile("|".join((_EXACT, *(causal._keep_in_fp32_modules_strict or ()))))
     for prefix, module in causal.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and names.search(f"{prefix}.{name}"):
@@ -575,6 +575,10 @@ def empty_model(
         causal = constructed(config, implementation)
     causal.tie_weights()
     _compute_buffers(causal, meta)
+    for name, parameter in causal.named_parameters():
+        if not parameter.requires_grad and name.endswith(_EXACT):
+            sharded: Any = parameter  # ZeRO-3 gathers each in the type of its parts
+            sharded.data, sharded.ds_tensor.data = parameter.float(), sharded.ds_tensor.float()
     return causal
 
 
