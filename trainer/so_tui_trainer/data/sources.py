@@ -16,7 +16,7 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -38,7 +38,7 @@ from so_tui_trainer.data.rows import (
     layout_of,
     read_row,
 )
-from so_tui_trainer.foreign import datasets_cache, is_own, seen_in
+from so_tui_trainer.foreign import check_cached, datasets_cache, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.step_limits import limited
 
@@ -58,8 +58,6 @@ MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
 MOST_COLUMNS = 2_000
 """Of a table, or keys in rows, nested ones too. Wide tables with text have some hundred."""
-MOST_FILES = 10_000
-"""Files and folders in a folder of data."""
 MOST_TIMES = 100
 """How often larger than its file the content of a compressed one may be. Text is some ten times as
 large. Content up to ``_CHECKED_BYTES`` is not judged.
@@ -341,16 +339,7 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
             saved = saved[source.split]
         _refuse_elsewhere((file["filename"] for file in saved.cache_files), f"{path}/", source)
         return saved, ()
-    found = sorted(islice(path.rglob("*"), MOST_FILES + 1))
-    if len(found) > MOST_FILES:
-        raise reject(
-            "data-too-many-files",
-            "data.source",
-            source.source,
-            f"has more than {thousands(MOST_FILES)} files and folders",
-            "Join its files to fewer, or name a folder in it.",
-        )
-    files = [file for file in found if file.is_file()]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
         _check_file(file, source, str(Path(source.source) / file.relative_to(path)))
     with limited(f"the folder {source.source}", sum(file.stat().st_size for file in files)):
@@ -813,7 +802,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if path.exists():
             before = seen_in(path)
             read = _read_folder(path, source) if path.is_dir() else (_read_file(path, source), ())
-            if not is_own(path) and seen_in(path) != before:
+            if seen_in(path) != before:
                 raise reject(
                     "data-source-changed",
                     "data.source",
@@ -824,6 +813,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
+        check_cached("datasets", name, "data.source")
         return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()
     except (
         OSError,

@@ -31,7 +31,7 @@ from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
-from so_tui_trainer.remote_code import explained, loadable
+from so_tui_trainer.remote_code import explained, load_arguments
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
         explained(model, partial(_no_tokenizer, name, field)),
         limited(f"the tokenizer of {name}", _files_bytes(name)),
     ):
-        tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
+        tokenizer = AutoTokenizer.from_pretrained(**load_arguments(model, field))
     with limited(f"the tokenizer of {name}"):
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
     if not ids:

@@ -13,7 +13,7 @@ from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import dropouts
 from so_tui_trainer.hub import model_problem
-from so_tui_trainer.remote_code import explained, loadable, without_hub_kernels
+from so_tui_trainer.remote_code import explained, load_arguments, without_hub_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -146,11 +146,11 @@ def _refuse_deep(values: Mapping[str, Any], model: ModelSpec) -> None:
 
 def stored_config(model: ModelSpec) -> PretrainedConfig:
     """Read the config.json of a hub id or a folder. Raises whatever transformers does, as
-    ``loadable``, and InputError for far too many layers (``model-too-deep``).
+    ``load_arguments``, and InputError for far too many layers (``model-too-deep``).
     """
     from transformers import AutoConfig
 
-    result: PretrainedConfig = AutoConfig.from_pretrained(**loadable(model))
+    result: PretrainedConfig = AutoConfig.from_pretrained(**load_arguments(model))
     _refuse_deep(result.to_dict(), model)
     return without_hub_kernels(result)
 
