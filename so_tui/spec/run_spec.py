@@ -870,7 +870,7 @@ class TrainSpec(_Section, frozen=True):
         Meta(description="The least severe messages that DeepSpeed writes to the log of the run."),
     ] = "warning"
     seed: Annotated[
-        int, Meta(ge=0, le=2**32 - 1, description="Seed for weights, data order and dropout.")
+        int, Meta(ge=0, le=2**32 - 1, description="Seed for weights and the order of the data.")
     ] = 42
     deterministic: Annotated[
         bool, Meta(description="Use only deterministic kernels, which are slower.")
