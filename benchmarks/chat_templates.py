@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerFast
 from so_tui.spec import DataSpec, InputError
 from so_tui_trainer.data.chat import Chat, TemplateError, chat_of
 from so_tui_trainer.data.encoder import Encoder
-from so_tui_trainer.data.rows import TOOLS, Conversation, Message
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.data.spans import Segment, Written, calls_of, documents_of, reasoning_of
+from so_tui_trainer.data.turns import TOOLS, Conversation, Message
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/chat-templates.md"
 VERSION = "1.16.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,36 @@ def test_what_can_be_proven_beside_it_is_trained() -> None:
     ]
     assert written.kinds == {"calls-dropped", "tools-dropped"}
     assert "message 3" in written.unproven
+
+
+def test_text_that_a_call_has_too_is_still_missed() -> None:
+    talk = (ask("Where?"), say("Rome", tool_calls=[call(city="Rome")]), *RAIN[3:])
+    assert write(TWO_ENDS, talk).kinds == {"text-dropped"}
+    assert write(PLAIN, talk).kinds == set()
+
+
+def test_reasoning_that_the_answer_has_too_is_still_missed() -> None:
+    talk = (ask("2+2"), say("4.", reasoning_content="4"))
+    assert write(OPEN, talk).kinds == {"reasoning-dropped"}
+    assert write(PLAIN, talk).kinds == set()
+
+
+@pytest.mark.parametrize(
+    "ending", ["<|end|>", "<|end|><|end|>", "{{ '' if loop.last else '<|end|>' }}"]
+)
+@pytest.mark.parametrize("lead", ["", "<|a|>", "<think></think>", "{{ '<|a|>' if loop.last }}"])
+def test_one_rendering_serves_answers_of_text(
+    lead: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of(tokenizer_of(turns(f"{lead}{{{{ m.content }}}}{ending}")))
+    talk = tuple(turn for n in range(9) for turn in (ask(f"{n}?"), say(f"It is {n}.")))
+    slowly = documents_of(replace(chat, lead=None), talk)
+    rendered = []
+    render = Chat.render
+    monkeypatch.setattr(Chat, "render", lambda *a, **more: rendered.append(a) or render(*a, **more))
+    assert documents_of(chat, talk) == slowly
+    if ending == "<|end|>" and "if" not in lead:
+        assert len(rendered) == len(talk) // 2 + 1
 
 
 WORDS = st.sampled_from(

@@ -42,6 +42,10 @@ class Chat:
     """The tokenizer's end-of-text token."""
     specials: re.Pattern[str]
     """Finds special tokens."""
+    lead: str | None = None
+    """What an answer of text begins with behind the generation prompt; None if that prompt does not
+    stand before it, or if the template doubles the token that ends it.
+    """
     open: bool = False
     """Whether the template leaves the last answer without the token that ends it."""
     after: str = ""
@@ -160,7 +164,12 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     asked, answer = Message("user", "\ue000"), Message("assistant", "\ue001")
     try:
         with limited(f"the chat template of {tokenizer.name_or_path}"):
-            closing = plain.render([asked, answer], thinks=False).partition(answer.content)[2]
+            whole = plain.render([asked, answer], thinks=False)
+            closing = whole.partition(answer.content)[2]
+            prompt = plain.render([asked], ask=True, thinks=False)
+            if whole.startswith(prompt):
+                lead = whole.removeprefix(prompt).partition(answer.content)[0]
+                plain = replace(plain, lead=lead)
             before = plain.render([asked, answer, asked], thinks=False).partition(answer.content)[2]
             plain = replace(plain, turn_marks=_turn_marks(plain, asked))
     except TemplateError as error:
@@ -180,6 +189,9 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
         # A role's token directly behind the answer is what stops the model.
         next_token = specials.match(following)
         found = replace(plain, stop=next_token[0] if next_token else end, open=True, after=closing)
+    tokens = specials.findall(found.stop)
+    if len(set(tokens)) < len(tokens):
+        found = replace(found, lead=None)
     if not found.stop:
         raise _no_stop_token(
             "tokenizer-no-end-token",

@@ -152,6 +152,14 @@ def _has(text: str, value: Any) -> bool:
     return any(form in text for form in _forms(value))
 
 
+def _has_beside(text: str, value: str, others: Sequence[Any]) -> bool:
+    """Return whether a text has a value once more than other parts of it have."""
+    elsewhere = sum(str(other).count(value) for other in others)
+    if not elsewhere:
+        return _has(text, value)
+    return sum(text.count(form) for form in set(_forms(value))) > elsewhere
+
+
 def _has_calls(text: str, message: Message) -> bool:
     """Return whether all calls of a turn are in a text, equal ones as often as they are made."""
     calls = calls_of(message)
@@ -201,6 +209,12 @@ class _Row:
 
     def __init__(self, chat: Chat, conversation: Conversation) -> None:
         self.chat, self.turns = chat, conversation
+        self._of_text = all(
+            turn.role in ("system", "user", "assistant")
+            and not turn.extra
+            and "<think>" not in turn.content
+            for turn in conversation
+        )
         self._rendered: dict[tuple[int, bool, bool], str] = {}
 
     def render(self, turns: int, *, ask: bool, thinks: bool) -> str:
@@ -226,12 +240,14 @@ class _Row:
         kinds = _left_out(self.turns[:index], prompt)
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
-        if reasoning and not _has(said, reasoning):
+        text = text_of(turn).strip()
+        called = [part for call in calls_of(turn) for part in _call_parts(call)]
+        if reasoning and not _has_beside(said, reasoning, [text, *called]):
             composed = _with_reasoning(prompt, said, reasoning)
             kinds.add("reasoning-composed" if composed else "reasoning-dropped")
             said = composed or said
-        text = text_of(turn).strip()
-        if text and not _has(said, text):
+        thought = [] if "reasoning-dropped" in kinds else [reasoning]
+        if text and not _has_beside(said, text, [*thought, *called]):
             if not calls_of(turn):
                 raise _UnprovenError("the template leaves out what the assistant says")
             kinds.add("text-dropped")
@@ -254,6 +270,8 @@ class _Row:
         """Return what the template writes behind the context of a turn that is the last, up to and
         with its stop token, and the length without it.
         """
+        if plain := self._plain_tail(index, prompt):
+            return plain
         whole = self.render(index + 1, ask=False, thinks=thinks)
         found = _behind(prompt, whole)
         if found is None:
@@ -273,6 +291,26 @@ class _Row:
             text = tail.lstrip("\n")
             return closing + text, stop + len(closing) + len(text) - len(tail)
         return tail, stop
+
+    def _plain_tail(self, index: int, prompt: str) -> tuple[str, int] | None:
+        """Return the same for an earlier turn of text alone where the whole conversation has its
+        context, and then the turn as the template writes a last one: one rendering serves all such
+        turns.
+        """
+        chat, content = self.chat, self.turns[index].content
+        if (
+            chat.lead is None
+            or index + 1 == len(self.turns)
+            or not self._of_text
+            or _ASKED_THOUGHT.search(prompt[-20:])
+            or chat.specials.search(content)
+        ):
+            return None
+        said = chat.lead + content
+        whole = self.render(len(self.turns), ask=False, thinks=False)
+        if whole.startswith(prompt) and whole.startswith(said + chat.stop, len(prompt)):
+            return said + chat.stop, len(said)
+        return None
 
     def _closed(self, index: int, tail: str) -> tuple[str, int]:
         """Return a turn with its stop token, and the length without it."""
