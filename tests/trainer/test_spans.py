@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -270,12 +271,11 @@ def test_one_rendering_serves_answers_of_text(
     chat = chat_of(tokenizer_of(turns(f"{lead}{{{{ m.content }}}}{ending}")))
     talk = tuple(turn for n in range(9) for turn in (ask(f"{n}?"), say(f"It is {n}.")))
     slowly = documents_of(replace(chat, lead=None), talk)
-    rendered = []
-    render = Chat.render
-    monkeypatch.setattr(Chat, "render", lambda *a, **more: rendered.append(a) or render(*a, **more))
+    render = Mock(side_effect=chat.render)
+    monkeypatch.setattr(Chat, "render", render)
     assert documents_of(chat, talk) == slowly
     if ending == "<|end|>" and "if" not in lead:
-        assert len(rendered) == len(talk) // 2 + 1
+        assert render.call_count == len(talk) // 2 + 1
 
 
 WORDS = st.sampled_from(
