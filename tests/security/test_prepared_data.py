@@ -26,11 +26,14 @@ from so_tui.spec import DataSource, DataSpec, InputError
 from so_tui_trainer.data.sources import open_sources
 try:
     (opened,) = open_sources(DataSpec(source=sys.argv[1]))
-    print(*opened.rows["text"])
+    print(*(said.content for (said,) in opened.conversations(0, len(opened.rows))))
 except InputError as error:
     print(*(f"{problem.code} {problem.message}" for problem in error.problems))
 """
-CONVERSATIONS = ROWS.replace('*opened.rows["text"]', "*opened.conversations(0, 1)")
+CONVERSATIONS = ROWS.replace(
+    "*(said.content for (said,) in opened.conversations(0, len(opened.rows)))",
+    "*opened.conversations(0, 1)",
+)
 FILL = """
 import sys
 from pathlib import Path

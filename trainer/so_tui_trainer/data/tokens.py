@@ -31,6 +31,7 @@ from so_tui_trainer.data.chat import Encoder, chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
+from so_tui_trainer.pointers import refuse_pointers
 from so_tui_trainer.remote_code import explained, loadable
 from so_tui_trainer.step_limits import limited
 
@@ -68,6 +69,7 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
         explained(model, partial(_no_tokenizer, name, field)),
         limited(f"the tokenizer of {name}", _files_bytes(name)),
     ):
+        refuse_pointers(_files(Path(name)), field, name)
         tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
     with limited(f"the tokenizer of {name}"):
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
@@ -124,8 +126,13 @@ def _files_bytes(name: str) -> int:
     """
     if not (folder := Path(name)).is_dir():
         return 64 << 20
-    endings = (".json", ".model", ".txt", ".tiktoken")
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in endings)
+    return sum(file.stat().st_size for file in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return a folder's files that a tokenizer may be read from, with its chat templates."""
+    names = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*_templates/*.jinja")
+    return [file for name in names for file in folder.glob(name)]
 
 
 def prepare(
