@@ -35,6 +35,8 @@ from so_tui_trainer.data.rows import bad_row
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
+MOST_COLUMNS = 2_000
+"""Of a table, or keys of the rows of a file. Wide tables with text have some hundred."""
 _Open = Callable[[], Any]
 """Opens a file of bytes."""
 ROW, KEYS = "row of JSON", "keys of the row"
@@ -70,6 +72,19 @@ def ending(path: Path) -> str:
     if suffixes and suffixes[-1].lower() in COMPRESSED:
         suffixes.pop()
     return suffixes[-1].lower() if suffixes else ""
+
+
+def refuse_columns(count: int, name: str) -> None:
+    """Refuse a file with far more columns than data have (``data-too-many-columns``)."""
+    if count > MOST_COLUMNS:
+        raise reject(
+            "data-too-many-columns",
+            "data.source",
+            name,
+            f"has {thousands(count)} columns or keys in its rows; the limit is "
+            f"{thousands(MOST_COLUMNS)}",
+            "Write a file with the columns that are trained on.",
+        )
 
 
 def is_data(path: Path) -> bool:
@@ -172,10 +187,15 @@ def _check_row(row: Any, text: str, name: str, number: int) -> None:
             ) from error
 
 
-def _json_rows(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _json_rows(opened: _Open, name: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of JSON lines, of one list, or of objects one after another, each with its
     text.
     """
+    with opened() as stored, content_of(stored) as content:
+        yield from _rows_in(content, name)
+
+
+def _rows_in(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], str]]:
     number = 0
     for number, line in enumerate(file, 1):
         first = line.removeprefix(_BOM) if number == 1 else line
@@ -240,7 +260,7 @@ def _text(line: bytes, name: str, number: int) -> str:
 # Tables
 
 
-def _table_rows(opened: _Open, name: str, kind: str) -> Iterator[dict[str, str]]:
+def _table_rows(opened: _Open, name: str, kind: str) -> Iterator[tuple[dict[str, str], str]]:
     """Yield the rows of a table.
 
     TSV is also written without quotes around fields: where a quote encloses no field, and no
@@ -254,14 +274,14 @@ def _table_rows(opened: _Open, name: str, kind: str) -> Iterator[dict[str, str]]
         except InputError:
             with suppress(InputError):  # otherwise the first error counts
                 plain = _fields(opened, name, kind, csv.QUOTE_NONE)
-                if not any('\\"' in field for row in plain for field in row.values()):
+                if not any('\\"' in field for row, _ in plain for field in row.values()):
                     quoting = csv.QUOTE_NONE
     yield from _fields(opened, name, kind, quoting)
 
 
 def _fields(
     opened: _Open, name: str, kind: str, quoting: Literal[0, 3]
-) -> Iterator[dict[str, str]]:
+) -> Iterator[tuple[dict[str, str], str]]:
     csv.field_size_limit(LONGEST_ROW_BYTES)
     with (
         opened() as stored,
@@ -286,7 +306,8 @@ def _fields(
                 if len(row) != len(header):
                     wrong = f"does not have {len(header)} fields as the header, but {len(row)}"
                     raise _bad_line(name, number, wrong, reader)
-                yield dict(zip(header, row, strict=True))
+                fields = dict(zip(header, row, strict=True))
+                yield fields, json.dumps(fields)
         except csv.Error as error:
             wrong = next((text for part, text in _WRONG.items() if part in str(error)), str(error))
             raise _bad_line(name, number + 1, wrong, reader) from error
@@ -398,13 +419,13 @@ def _rows_of(path: Path, name: str, is_table: bool, kind: str) -> Iterator[tuple
 
 
 def _texts_of(opened: _Open, name: str, is_table: bool, kind: str) -> Iterator[tuple[str, str]]:
-    if is_table:
-        for row in _table_rows(opened, name, kind):
-            yield json.dumps([*row]), json.dumps(row)
-    else:
-        with opened() as stored, content_of(stored) as content:
-            for row, text in _json_rows(content, name):
-                yield json.dumps([*row]), text
+    columns, met = set[str](), set[str]()
+    for row, text in _table_rows(opened, name, kind) if is_table else _json_rows(opened, name):
+        if (keys := json.dumps([*row])) not in met:
+            met.add(keys)
+            columns |= row.keys()
+            refuse_columns(len(columns), name)
+        yield keys, text
 
 
 def columns_of(rows: Dataset) -> list[str]:

@@ -9,7 +9,6 @@ import codecs
 import errno
 import filecmp
 import hashlib
-import json
 import lzma
 import os
 import re
@@ -40,6 +39,7 @@ from so_tui_trainer.data.files import (
     content_of,
     ending,
     is_data,
+    refuse_columns,
     values_of,
 )
 from so_tui_trainer.data.rows import Conversation, Layout, bad_row, layout_of, read_row
@@ -60,16 +60,12 @@ if TYPE_CHECKING:
 
 MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
-MOST_COLUMNS = 2_000
-"""Of a table, or keys in rows, nested ones too. Wide tables with text have some hundred."""
 MOST_FILES = 10_000
 """Files and folders in a folder of data."""
 MOST_TIMES = 100
 """How often larger than its file the content of a compressed one may be. Text is some ten times as
 large. Content up to ``_CHECKED_BYTES`` is not judged.
 """
-_SCHEMA_BYTES = 10 << 20
-"""What ``datasets`` takes the columns of JSON from."""
 _CHECKED_ROWS = 2_000_000
 """Lines that are looked at one by one."""
 _LONGEST_LIST_BYTES = 256 << 20
@@ -154,32 +150,9 @@ def _check_parquet(path: Path, name: str) -> None:
     from pyarrow import parquet
 
     found = parquet.read_metadata(path)
-    _refuse_columns(found.num_columns, name)
+    refuse_columns(found.num_columns, name)
     content = sum(found.row_group(index).total_byte_size for index in range(found.num_row_groups))
     _refuse_expansion(content, path.stat().st_size, name)
-
-
-def _refuse_columns(count: int, name: str) -> None:
-    if count > MOST_COLUMNS:
-        raise reject(
-            "data-too-many-columns",
-            "data.source",
-            name,
-            f"has {thousands(count)} columns or keys in its rows; the limit is "
-            f"{thousands(MOST_COLUMNS)}",
-            "Write a file with the columns that are trained on.",
-        )
-
-
-def _add_keys(value: Any, path: tuple[str, ...], found: set[tuple[str, ...]]) -> None:
-    """Add the path of each key in a row."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            found.add(here := (*path, name))
-            _add_keys(inner, here, found)
-    elif isinstance(value, list):
-        for inner in value:
-            _add_keys(inner, path, found)
 
 
 def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> bool:
@@ -194,7 +167,6 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> bool:
         Whether it has rows.
     """
     checked_bytes = row = written = 0
-    keys: set[tuple[str, ...]] = set()
     while (
         checked_bytes < _CHECKED_BYTES
         and row < _CHECKED_ROWS
@@ -244,16 +216,12 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> bool:
             )
         if is_table:
             if row == 1:
-                _refuse_columns(1 + max(map(line.count, (b",", b";", b"\t"))), name)
+                refuse_columns(1 + max(map(line.count, (b",", b";", b"\t"))), name)
             continue
         if _is_deep(line):
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
             )
-        if checked_bytes <= _SCHEMA_BYTES:
-            with suppress(ValueError):  # the reader says what is wrong
-                _add_keys(json.loads(line), (), keys)
-            _refuse_columns(len(keys), name)
     return written > is_table
 
 
