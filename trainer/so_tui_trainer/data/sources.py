@@ -333,11 +333,18 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     with limited(f"the folder {source.source}", sum((path / file).stat().st_size for file in full)):
         cards = (file for file in inside if str(file) in _CARDS)
         links = _linked(path, (*full, *cards), cache)
-        builder = datasets.load_dataset_builder(
-            str(links), source.subset or None, cache_dir=str(cache)
-        )
+        root = f"{path.resolve()}/"
+        try:
+            builder = datasets.load_dataset_builder(
+                str(links), source.subset or None, cache_dir=str(cache)
+            )
+        except FileNotFoundError as error:
+            reason = str(error).replace(f"{links}/", root)
+            _refuse_elsewhere(re.findall("Unable to find '([^']+)'", reason), root, source)
+            raise FileNotFoundError(reason) from error
         files = builder.config.data_files or {}
-        _refuse_elsewhere(chain.from_iterable(files.values()), f"{links}/", source)
+        places = (file.replace(f"{links}/", root) for each in files.values() for file in each)
+        _refuse_elsewhere(places, root, source)
         own = _own(builder, str(cache), lambda file: _named(source, os.path.relpath(file, links)))
         rows = _prepared(source, own)
     used = {Path(os.path.realpath(file)) for each in files.values() for file in each}
