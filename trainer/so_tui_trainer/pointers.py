@@ -16,24 +16,27 @@ def refuse_pointers(paths: Iterable[Path], field: str, value: str) -> None:
     """Refuse pointers of Git LFS among files.
 
     Args:
-        paths: The files. Those that cannot be read are left to their readers.
+        paths: The files. What is no file is left to its reader.
         field: The field that names them.
         value: What the user calls the file or its folder.
 
     Raises:
         InputError: One of them is a pointer (``lfs-pointer``).
+        OSError: One of them cannot be read.
     """
-    for path in paths:
-        if path.is_file() and _is_pointer(path):
-            raise reject(
-                "lfs-pointer",
-                field,
-                value,
-                f"{path.name} is a pointer of Git LFS, not the file itself",
-                f"Run `git lfs pull` in {path.parent}, or download the file.",
-            )
+    for path in filter(is_pointer, paths):
+        raise reject(
+            "lfs-pointer",
+            field,
+            value,
+            f"{path.name} is a pointer of Git LFS, not the file itself",
+            f"Run `git lfs pull` in {path.parent}, or download the file.",
+        )
 
 
-def _is_pointer(path: Path) -> bool:
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer of Git LFS."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return file.read(len(_BEGIN)) == _BEGIN
