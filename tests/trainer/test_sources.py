@@ -244,7 +244,7 @@ def test_pointers_of_git_lfs_are_no_data(tmp_path: Path, name: str) -> None:
 def test_pointers_of_git_lfs_are_no_tokenizer(tmp_path: Path, name: str) -> None:
     tokenizer = tmp_path / "tokenizer"
     load_tokenizer(tiny().model).save_pretrained(tokenizer)
-    (tokenizer / "model.safetensors").write_text(POINTER)  # nobody needs it here
+    (tokenizer / "model.safetensors").write_text(POINTER)  # a tokenizer does not need it
     rows = lines(tmp_path, alpaca("One."))
     assert documents_of(tmp_path, rows, model__tokenizer=str(tokenizer)).lengths.size
     (tokenizer / name).write_text(POINTER)

@@ -16,7 +16,7 @@ def refuse_pointers(paths: Iterable[Path], field: str, value: str) -> None:
     """Refuse pointers of Git LFS among files.
 
     Args:
-        paths: The files. What is no file is left to its reader.
+        paths: The files. Other things and missing files are left to their readers.
         field: The field that names them.
         value: What the user calls the file or its folder.
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
 MOST_COLUMNS = 2_000
-"""Of a table, or keys of the rows of a file. Wide tables with text have some hundred."""
+"""Columns that a table may have, or keys that the rows of a file may have. Wide tables with text
+have some hundred.
+"""
 _Open = Callable[[], Any]
 """Opens a file of bytes."""
 ROW, KEYS = "row of JSON", "keys of the row"
@@ -207,7 +209,7 @@ def _rows_in(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], str]]:
         is_lines = isinstance(_DECODER.decode(first.decode()), dict)
     except json.JSONDecodeError:
         is_lines = False
-    except (ValueError, RecursionError):  # what is wrong with it is said of the line
+    except (ValueError, RecursionError):  # reading the line again says why
         is_lines = True
     if is_lines:
         for at, line in enumerate(chain((first,), file), number):
