@@ -213,6 +213,12 @@ def test_other_encodings_are_named(tmp_path: Path, name: str, encoding: str) -> 
     assert (problem.code, "iconv" in problem.remedy) == ("data-not-utf8", True)
 
 
+def test_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("instruction,output\na,b\nc,ü\n".encode("latin-1"))
+    assert source_refusal(path, tmp_path).message == "line 3 has text that is not UTF-8"
+
+
 def test_values_of_json_are_read_as_they_are_written(tmp_path: Path) -> None:
     """Neither other rows of a column nor the size of a number change a value."""
     call = {"lat": 48.858370123456, "tiny": 1e-12, "id": 123456789012345678901234567890}

@@ -246,7 +246,7 @@ def _in_sequence(text: str, name: str, first_line: int) -> Iterator[Any]:
         yield value
 
 
-def _text(line: bytes, name: str, number: int) -> str:
+def _text(line: bytes, name: str, number: int, what: str = "row") -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -254,7 +254,7 @@ def _text(line: bytes, name: str, number: int) -> str:
             "data-not-utf8",
             "data.source",
             name,
-            f"row {thousands(number)} has text that is not UTF-8",
+            f"{what} {thousands(number)} has text that is not UTF-8",
             NOT_UTF8_REMEDY,
         ) from error
 
@@ -313,6 +313,11 @@ def _fields(
         except csv.Error as error:
             wrong = next((text for part, text in _WRONG.items() if part in str(error)), str(error))
             raise _bad_line(name, number + 1, wrong, reader) from error
+        except UnicodeDecodeError:  # it was decoded in blocks: decode each line
+            with opened() as stored, content_of(stored) as lines:
+                for at, line in enumerate(lines, 1):
+                    _text(line, name, at, "line")
+            raise
 
 
 def _header(row: list[str], name: str) -> list[str]:
