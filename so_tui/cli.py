@@ -96,7 +96,9 @@ def _main(argv: Sequence[str] | None) -> int:
         from so_tui.commands.completion import offer_words
 
         offer_words(parser)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # said with the usage of the command, and not with that of so-tui
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.verbose:
         from so_tui.commands.common import log_to_stderr
 

@@ -30,8 +30,7 @@ def curves(title: str, drawn: Sequence[tuple[str, Sequence[tuple[float, float]]]
     finite = [point for _, points in drawn for point in points if math.isfinite(point[1])]
     left, right = _span([x for x, _ in finite])
     low, high = _span([y for _, y in finite])
-    top = _TOP + 16 * ((len(drawn) + 1) // 2)
-    bottom = top + _PLOT_HEIGHT
+    bottom = _TOP + 16 * ((len(drawn) + 1) // 2) + _PLOT_HEIGHT
 
     def across(x: float) -> float:
         return _LEFT + _PLOT_WIDTH * (x - left) / (right - left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 import time
 import traceback
@@ -31,6 +32,8 @@ _PARTS = (
     "places",
 )
 _TIMES = 5
+_SHOWN = 300
+"""Characters of the evidence."""
 _WEIGHT: tuple[Outcome, ...] = ("SKIPPED", "HELD", "BROKEN", "SUCCEEDED")
 """What a success, or a broken try, shows says more than what held."""
 
@@ -40,6 +43,8 @@ def main() -> int:
     said of one.
     """
     arguments = _parser().parse_args()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # with nohup; victims would inherit that
+        signal.signal(signal.SIGHUP, lambda *_: None)
     for part in _PARTS:
         importlib.import_module(f"benchmarks.attacks.{part}")
     ATTACKS.sort(key=_place)
@@ -93,7 +98,9 @@ def _tried(each: Attack, common: stage.Ground, times: int, *, verbose: bool) -> 
     counts = Counter(verdict.outcome for verdict in verdicts)
     told = ", ".join(f"{name} {counts[name]}/{times}" for name in sorted(counts))
     shown = max(verdicts, key=lambda verdict: _WEIGHT.index(verdict.outcome))
-    evidence = " ".join(shown.evidence.split()).replace("|", "\\|")[:300]
+    evidence = " ".join(shown.evidence.split()).replace("|", "\\|")
+    if len(evidence) > _SHOWN:
+        evidence = f"{evidence[:100]} … {evidence[100 - _SHOWN :]}"
     seconds = (time.monotonic() - began) / times
     print(f"| {each.id} | {each.title} | {told} | {seconds:.0f} | {evidence} |", flush=True)
     return [verdict.outcome for verdict in verdicts]

@@ -32,7 +32,7 @@ def _accident(number: str, title: str, script: str, said: str, *unsaid: str) -> 
 
     @attack(f"50{number}", title)
     def _(stage: Stage) -> Verdict:
-        model = stage.exported(stage.owner.home / "model", stage.owner) if "$M" in script else ""
+        model = stage.exported("model", stage.owner) if "$M" in script else ""
         small = stage.folder / "small"
         small.mkdir()
         options = f"size=60k,uid={stage.owner.uid},mode=700"
@@ -54,7 +54,7 @@ def _accident(number: str, title: str, script: str, said: str, *unsaid: str) -> 
             subprocess.run(["umount", "-l", small], check=True)
         found = [word for word in (*unsaid, "Traceback", "panicked") if word in text]
         wrong = found or left or said not in text or "code " not in text
-        return judged(wrong, f"{found} {left} {text[-200:]}", text[-200:])
+        return judged(wrong, f"{found} {left} {text}", text)
 
 
 _accident("a", "the screen without standard input", "so_tui <&-", "needs a terminal")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from benchmarks.attacks.stage import Stage
+from benchmarks.attacks.stage import Command, Stage
 
 Outcome = Literal["HELD", "SUCCEEDED", "SKIPPED", "BROKEN"]
 """BROKEN: the program itself failed, so that nothing is known."""
@@ -47,6 +47,12 @@ def attack(
     return registered
 
 
-def judged(succeeded: object, evidence: str, otherwise: str = "") -> Verdict:
+def judged(succeeded: object, evidence: object, otherwise: str = "") -> Verdict:
     """Return SUCCEEDED with its evidence if that is true, else HELD with what was seen instead."""
-    return Verdict("SUCCEEDED", evidence) if succeeded else Verdict("HELD", otherwise or evidence)
+    told = str(evidence)
+    return Verdict("SUCCEEDED", told) if succeeded else Verdict("HELD", otherwise or told)
+
+
+def ran(stage: Stage, victim: Command, label: str, seen: str = "") -> Verdict:
+    """Tell whether the owner ran code with a label."""
+    return judged(stage.ran(label), stage.ran(label), f"{seen}; {victim.text}")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
-from benchmarks.attacks.attack import Verdict, attack, judged
-from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import PROJECT, SkippedError, Stage
+from benchmarks.attacks.attack import Verdict, attack, judged, ran
+from benchmarks.attacks.stage import (
+    COMMAND_S,
+    PROJECT,
+    SkippedError,
+    Stage,
+    Word,
+    open_to_all,
+    write,
+)
 from so_tui.machine.software import EXTENSIONS, code_folders
 
-_COMMAND_S = 120.0
 _LIBRARY = """
 #include <stdio.h>
 #include <unistd.h>
@@ -37,7 +43,7 @@ def _library(stage: Stage, to: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", marks, "-o", to, source], check=True)
 
 
-def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -> Verdict:
+def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: Any) -> Verdict:
     """Exchange a folder of compiled code right before ranks load DeepSpeed's CPU Adam from it.
 
     Args:
@@ -53,21 +59,19 @@ def _exchanged_cache(stage: Stage, exchanged: Path, part: str, **options: str) -
     folder.mkdir(parents=True)
     _library(stage, folder / "cpu_adam.so")
     stage.other.give(bait)
-    for path in (bait, *bait.rglob("*")):
-        path.chmod(0o777)
+    open_to_all(bait)
     lock = folder.relative_to(bait) / "lock"
     attacker = stage.attacks("exchange", stage.rank, bait, exchanged, lock)
     given = ("--set", "offload.engine=deepspeed", "--set", "offload.mode=zerooffload")
     victim = stage.train(*given, **options)
-    victim.wait(lambda: stage.ran("library"), _COMMAND_S)
-    evidence = f"{attacker.text.strip() or 'nothing to exchange'}; {last_line(victim)}"
-    return judged(stage.ran("library"), stage.ran("library"), evidence)
+    victim.wait(lambda: stage.ran("library"), COMMAND_S)
+    return ran(stage, victim, "library", attacker.text.strip() or "nothing to exchange")
 
 
 @attack("3a", "compiled code: XDG_CACHE_HOME sticky, with the attacker's so-tui in it", race=True)
 def _(stage: Stage) -> Verdict:
     compiled = stage.planted("so-tui") / "compiled"
-    cache = {"XDG_CACHE_HOME": str(stage.scratch)}
+    cache: dict[str, Any] = {"XDG_CACHE_HOME": stage.scratch}
     return _exchanged_cache(stage, compiled, "so-tui/compiled", **cache)
 
 
@@ -76,9 +80,8 @@ def _(stage: Stage) -> Verdict:
     cache = stage.owner.home / ".cache"
     (cache / "so-tui").mkdir(parents=True)
     stage.owner.give(cache)
-    for folder, mode in ((stage.owner.home, 0o750), (cache, 0o775), (cache / "so-tui", 0o700)):
-        os.chown(folder, stage.owner.uid, PROJECT)
-        folder.chmod(mode)
+    _project_enters(stage, cache)
+    (cache / "so-tui").chmod(0o700)
     return _exchanged_cache(stage, cache / "so-tui", "so-tui")
 
 
@@ -94,10 +97,10 @@ def _(stage: Stage) -> Verdict:
     cache = stage.shared("ccache", 0o2777)
     (cache / "ccache.conf").write_text(f"prefix_command = {program}\n")
     stage.other.give(cache / "ccache.conf")
-    return _looked(stage, "library", "prepare", "tiny", CCACHE_DIR=str(cache))
+    return looked(stage, "library", "prepare", "tiny", CCACHE_DIR=cache)
 
 
-def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, str]]:
+def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, Any]]:
     """Make a shared cache of the hub with a model whose code the owner trusts, and may have used.
 
     Returns:
@@ -106,79 +109,93 @@ def _hub_model(stage: Stage, *, used: bool) -> tuple[Path, Path, dict[str, str]]
     home = stage.shared("huggingface")
     model = home / "hub" / "models--people--own"
     stage.model(model / "snapshots" / ("a" * 40), stage.owner, "honest")
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("a" * 40)
-    for path in (home, *home.rglob("*")):
+    write(model / "refs" / "main", "a" * 40)
+    _project_writes(stage, home)
+    preset = own_preset(stage, "people/own")
+    given: dict[str, Any] = {"HF_HOME": home}
+    stage.said("trust", "people/own", "--yes", **given)
+    first = stage.said("data", preset, **given) if used else ""
+    if used and not stage.ran("honest"):
+        raise RuntimeError(f"the owner's own use of the model failed: {first}")
+    return model, preset, given
+
+
+def _project_enters(stage: Stage, folder: Path) -> None:
+    """Let members of the project write a folder in the owner's home, which they can enter."""
+    for path, mode in ((stage.owner.home, 0o750), (folder, 0o775)):
+        os.chown(path, stage.owner.uid, PROJECT)
+        path.chmod(mode)
+
+
+def _project_writes(stage: Stage, above: Path) -> None:
+    """Let members of the project write a folder of the owner's, with all that is in it."""
+    for path in (above, *above.rglob("*")):
         os.chown(path, stage.owner.uid, PROJECT)
         path.chmod(0o2770 if path.is_dir() else 0o660)
-    preset = _own_preset(stage, "people/own")
-    given = {"HF_HOME": str(home)}
-    stage.so_tui("trust", "people/own", "--yes", **given).end(_COMMAND_S)
-    first = stage.so_tui("data", str(preset), **given).end(_COMMAND_S) if used else ""
-    if used and not stage.ran("honest"):
-        raise RuntimeError(f"the owner's own use of the model failed: {first[-300:]}")
-    return model, preset, given
+
+
+def exchange_code(*folders: Path) -> None:
+    """Change the code of models after it was read."""
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            path.write_text(path.read_text().replace("honest", "exchanged"))
 
 
 def _with_code(source: str) -> dict[str, object]:
     return {"id": source, "weights": "pretrained", "trust_remote_code": True}
 
 
-def _own_preset(stage: Stage, source: str) -> Path:
+def own_preset(stage: Stage, source: Word) -> Path:
     path = stage.owner.home / "mine.toml"
-    return stage.preset(path, stage.owner, model=_with_code(source))
+    return stage.preset(path, stage.owner, model=_with_code(str(source)))
 
 
-def _looked(stage: Stage, label: str, *command: str, **options: str) -> Verdict:
+def looked(stage: Stage, label: str, *command: Word, **options: Any) -> Verdict:
     """Tell whether a command ran the attacker's code."""
     victim = stage.so_tui(*command, **options)
-    victim.wait(lambda: stage.ran(label), _COMMAND_S)
-    return judged(stage.ran(label), stage.ran(label), last_line(victim))
+    victim.wait(lambda: stage.ran(label), COMMAND_S)
+    return ran(stage, victim, label)
 
 
 @attack("5a", "a trusted model's code changed in a shared HF_HOME after it was read")
 def _(stage: Stage) -> Verdict:
     model, preset, given = _hub_model(stage, used=False)
-    for path in model.rglob("*_own.py"):
-        path.write_text(path.read_text().replace("honest", "exchanged"))
-    return _looked(stage, "exchanged", "data", str(preset), **given)
+    exchange_code(model)
+    return looked(stage, "exchanged", "data", preset, **given)
 
 
 @attack("5b", "refs/main in a shared HF_HOME moved to another commit after its first use")
 def _(stage: Stage) -> Verdict:
     model, preset, given = _hub_model(stage, used=True)
-    stage.model(model / "snapshots" / ("b" * 40), stage.other, "exchanged")
+    stage.model(model / "snapshots" / ("b" * 40), label="exchanged")
     (model / "refs" / "main").write_text("b" * 40)
-    return _looked(stage, "exchanged", "data", str(preset), **given)
+    return looked(stage, "exchanged", "data", preset, **given)
 
 
 @attack("5c", "a trusted folder's code changed while it is loaded", race=True)
 def _(stage: Stage) -> Verdict:
     shared = stage.shared("models")
     model = stage.model(shared / "own", stage.owner, "honest")
-    preset = _own_preset(stage, str(model))
+    preset = own_preset(stage, model)
     files = [model / "configuration_own.py", model / "tokenization_own.py"]
-    for path in (model, *model.iterdir()):
-        os.chown(path, stage.owner.uid, PROJECT)
-        path.chmod(0o2770 if path.is_dir() else 0o660)
-    stage.so_tui("trust", str(model), "--yes").end(_COMMAND_S)
-    attacker = stage.attacks("rewrite", "honest", "exchanged", *files)
-    attacker.wait(lambda: "ready" in attacker.text, 20)
-    return _looked(stage, "exchanged", "data", str(preset))
+    _project_writes(stage, model)
+    stage.said("trust", model, "--yes")
+    stage.attacks("rewrite", "honest", "exchanged", *files).ready()
+    return looked(stage, "exchanged", "data", preset)
 
 
 def _foreign_preset(stage: Stage, path: Path | None = None) -> Path:
-    evil = stage.model(stage.scratch / "evil", stage.other, "foreign")
+    evil = stage.model("evil", label="foreign")
     path = path or stage.scratch / "theirs" / "preset.toml"
-    return stage.preset(path, stage.other, name="foreign", model=_with_code(str(evil)))
+    return stage.preset(path, name="foreign", model=_with_code(str(evil)))
 
 
-def _looks_at(number: str, title: str, *command: str) -> None:
+def _looks_at(number: str, title: str, *command: Word) -> None:
     @attack(number, f"a foreign preset with trust_remote_code: {title}")
     def _(stage: Stage) -> Verdict:
         preset = str(_foreign_preset(stage))
         words = [preset if word == "PRESET" else word for word in command]
-        return _looked(stage, "foreign", *words)
+        return looked(stage, "foreign", *words)
 
 
 _looks_at("6a", "data", "data", "PRESET")
@@ -194,9 +211,7 @@ def _(stage: Stage) -> Verdict:
     stage.preset(presets / "mine.toml", stage.owner, name="mine")
     config = stage.owner.home / ".config"
     stage.owner.give(config)
-    for folder, mode in ((stage.owner.home, 0o750), (config, 0o775)):
-        os.chown(folder, stage.owner.uid, PROJECT)
-        folder.chmod(mode)
+    _project_enters(stage, config)
     bait = stage.scratch / "config"
     evil = _foreign_preset(stage, bait / "presets" / "mine.toml")
     evil.write_text(evil.read_text().replace('"foreign"', '"mine"'))
@@ -204,8 +219,8 @@ def _(stage: Stage) -> Verdict:
     mine = config / "so-tui"
     moved = stage.begin(stage.other, "sh", "-ec", f"mv {mine} {mine}.taken; mv {bait} {mine}")
     if said := moved.end(20):
-        raise RuntimeError(f"the attacker exchanged nothing: {said[-300:]}")
-    return _looked(stage, "foreign", "data", "mine")
+        raise RuntimeError(f"the attacker exchanged nothing: {said}")
+    return looked(stage, "foreign", "data", "mine")
 
 
 _OPTIONS = (
@@ -227,8 +242,7 @@ def _(stage: Stage) -> Verdict:
         stage.other,
         slurm={"partition": "p", "options": _OPTIONS},
     )
-    said = stage.so_tui("run", str(preset), "--detach", "--no-preflight", PATH=path)
-    last = said.end(_COMMAND_S)
+    last = stage.said("run", preset, "--detach", "--no-preflight", PATH=path)
     script = record.read_text() if record.exists() else ""
     found = [option for option in _OPTIONS if option in script]
-    return judged(found, f"the script has {' '.join(found)}", json.dumps(last[-200:]))
+    return judged(found, f"the script has {found}", last)

@@ -11,15 +11,14 @@ import pty
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.attacks.attack import Verdict, attack, judged
-from benchmarks.attacks.others import last_line
-from benchmarks.attacks.stage import Command, Stage
+from benchmarks.attacks.stage import Command, Stage, Word, changed
 
 _HELPER = "so_tui_trainer.tools."
 _FOREVER = (
@@ -53,11 +52,11 @@ def _used_s(processes: list[psutil.Process]) -> float:
     return used
 
 
-def _looping(stage: Stage, command: str) -> list[str]:
+def _looping(stage: Stage, command: str) -> Sequence[Word]:
     """Return the arguments of a command whose helper renders a template that does not end."""
     asked = f"{{% if messages[-1].content == 'hello' %}}{_FOREVER}{{% endif %}}" + _PLAIN
     template = asked if command == "chat" else _FOREVER
-    model = str(stage.exported(stage.scratch / "model", stage.other, template))
+    model = str(stage.exported(template=template))
     tokenizer = ["--set", f"model.tokenizer={model}"]
     return {
         "generate": ["generate", model, "--prompt", "hello"],
@@ -72,7 +71,7 @@ def _outlives(number: str, command: str, received: signal.Signals) -> None:
     def _(stage: Stage) -> Verdict:
         victim = stage.so_tui(*_looping(stage, command))
         if not victim.wait(lambda: _used_s(_helpers(stage)) > _BUSY_S, _WAIT_S):
-            return judged(False, "", f"it ended by itself; {last_line(victim)}")
+            return judged(False, "", f"it ended by itself; {victim.text}")
         victim.process.send_signal(received)
         deadline = time.monotonic() + _GRACE_S
         while (left := _helpers(stage)) and time.monotonic() < deadline:
@@ -90,8 +89,12 @@ _outlives("13f", "run", signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def _on_terminal(stage: Stage, *arguments: str, controls: bool) -> Iterator[tuple[Command, int]]:
-    """Start so-tui on a terminal, which may be its controlling one, and yield our end of it."""
+def on_terminal(
+    stage: Stage, *arguments: Word, controls: bool
+) -> Iterator[tuple[Command, int, bytearray]]:
+    """Start so-tui on a terminal, which may be its controlling one, and yield our end of it and
+    what is shown.
+    """
     mine, theirs = pty.openpty()
     os.fchown(theirs, stage.owner.uid, -1)
     python = stage.owner.interpreter
@@ -99,24 +102,25 @@ def _on_terminal(stage: Stage, *arguments: str, controls: bool) -> Iterator[tupl
     program = [*takes, python, "-P", "-m", "so_tui", *arguments]
     victim = stage.begin(stage.owner, *program, terminal=theirs, TERM="xterm-256color")
     os.close(theirs)
-    threading.Thread(target=_drain, args=(mine,), daemon=True).start()
+    shown = bytearray()
+    threading.Thread(target=_drain, args=(mine, shown), daemon=True).start()
     try:
-        yield victim, mine
+        yield victim, mine, shown
     finally:
         with contextlib.suppress(OSError):
             os.close(mine)
 
 
-def _drain(terminal: int) -> None:
+def _drain(terminal: int, shown: bytearray) -> None:
     with contextlib.suppress(OSError):
-        while os.read(terminal, 1 << 16):
-            pass
+        while text := os.read(terminal, 1 << 16):
+            shown += text
 
 
 @attack("13g", "chat: Esc twice neither ends a looping helper nor leaves")
 def _(stage: Stage) -> Verdict:
     given = _looping(stage, "chat")
-    with _on_terminal(stage, *given, controls=True) as (victim, terminal):
+    with on_terminal(stage, *given, controls=True) as (victim, terminal, _):
         victim.wait(lambda: _used_s(_helpers(stage)) > 2, _WAIT_S)
         before = -1.0
         while (now := _used_s(_helpers(stage))) != before:  # until it waits for a question
@@ -139,13 +143,13 @@ def _(stage: Stage) -> Verdict:
 
 @attack("14", "chat spins when its terminal is gone without SIGHUP")
 def _(stage: Stage) -> Verdict:
-    model = stage.exported(stage.owner.home / "model", stage.owner)
-    with _on_terminal(stage, "chat", str(model), controls=False) as (victim, terminal):
+    model = stage.exported("model", stage.owner)
+    with on_terminal(stage, "chat", model, controls=False) as (victim, terminal, _):
         mine = functools.partial(stage.processes, stage.owner, "so_tui chat")
         victim.wait(lambda: _used_s(mine()) > 1, 60)
         time.sleep(5)
         if victim.process.poll() is not None:
-            raise RuntimeError(f"there was no screen: {last_line(victim)}")
+            raise RuntimeError(f"there was no screen: {victim.text}")
         os.close(terminal)
         time.sleep(_GRACE_S)
         before = _used_s(mine())
@@ -157,7 +161,7 @@ def _(stage: Stage) -> Verdict:
 
 def bounded(
     stage: Stage,
-    *arguments: str,
+    *arguments: Word,
     largest_bytes: int = _LARGEST_BYTES,
     longest_s: float = _LONGEST_S,
 ) -> Verdict:
@@ -178,7 +182,7 @@ def bounded(
     stage.kill_all()
     figures = f"{most / 1e9:.1f} GB, {used:.0f} s of processors"
     too_much = most > largest_bytes or used > longest_s or not ended
-    return judged(too_much, f"{figures}, ended: {ended}", f"{figures}; {last_line(victim)}")
+    return judged(too_much, f"{figures}, ended: {ended}", f"{figures}; {victim.text}")
 
 
 def _grows(number: str, title: str) -> Callable[[Callable[[Stage], Path]], None]:
@@ -189,7 +193,7 @@ def _grows(number: str, title: str) -> Callable[[Callable[[Stage], Path]], None]
         def _(stage: Stage) -> Verdict:
             stage.scratch.joinpath("data").mkdir()
             source = make(stage)
-            stage.published(stage.scratch / "data", stage.other)
+            stage.published(stage.scratch / "data")
             return bounded(stage, "data", "tiny", "--set", f"data.source={source}")
 
     return registered
@@ -201,17 +205,16 @@ def _(stage: Stage) -> Verdict:
         "{% set all = namespace(texts=[]) %}{% for a in range(99999) %}"
         "{% set all.texts = all.texts + ['x' * 9999999 ~ a] %}{% endfor %}"
     )
-    model = stage.exported(stage.scratch / "model", stage.other, template)
+    model = stage.exported(template=template)
     return bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
 
 
 @attack("15b", "data without bounds: a tokenizer whose normaliser multiplies")
 def _(stage: Stage) -> Verdict:
-    model = stage.model(stage.scratch / "model", stage.other)
-    tree = json.loads((model / "tokenizer.json").read_text())
+    model = stage.model("model")
     tenfold = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 10}
-    tree["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 8}
-    (model / "tokenizer.json").write_text(json.dumps(tree))
+    normalizer = {"type": "Sequence", "normalizers": [tenfold] * 8}
+    changed(model / "tokenizer.json", normalizer=normalizer)
     return bounded(stage, "data", "tiny", "--set", f"model.tokenizer={model}")
 
 
@@ -286,11 +289,9 @@ def _(stage: Stage) -> Path:
 
 @attack("15j", "generate without bounds: a configuration of a million layers")
 def _(stage: Stage) -> Verdict:
-    model = stage.exported(stage.scratch / "model", stage.other)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"num_hidden_layers": 10**6, "layer_types": None}
-    (model / "config.json").write_text(json.dumps(config))
-    return bounded(stage, "generate", str(model), "--prompt", "hello")
+    model = stage.exported()
+    changed(model / "config.json", num_hidden_layers=10**6, layer_types=None)
+    return bounded(stage, "generate", model, "--prompt", "hello")
 
 
 _WRONG = {
@@ -301,23 +302,21 @@ _WRONG = {
 
 
 def _told(stage: Stage, model: Path) -> Verdict:
-    victim = stage.so_tui("data", "tiny", "--set", f"model.tokenizer={model}")
-    said = victim.end(_WAIT_S)
+    said = stage.said("data", "tiny", "--set", f"model.tokenizer={model}", limit_s=_WAIT_S)
     trace = 'File "' in said or "Traceback" in said or "panicked" in said
-    return judged(trace, f"`data` says: {said[-200:]}", last_line(victim))
+    return judged(trace, f"`data` says: {said}", said)
 
 
 for _number, (_title, _template) in _WRONG.items():
 
     @attack(_number, f"{_title} causes a traceback")
     def _(stage: Stage, template: str = _template) -> Verdict:
-        return _told(stage, stage.exported(stage.scratch / "model", stage.other, template))
+        return _told(stage, stage.exported(template=template))
 
 
 @attack("16d", "a panic in a tokenizer's Rust causes a traceback")
 def _(stage: Stage) -> Verdict:
-    model = stage.model(stage.scratch / "model", stage.other)
-    tree = json.loads((model / "tokenizer.json").read_text())
-    tree["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    (model / "tokenizer.json").write_text(json.dumps(tree))
+    model = stage.model("model")
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    changed(model / "tokenizer.json", normalizer=normalizer)
     return _told(stage, model)

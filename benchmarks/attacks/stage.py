@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ SHORT = (
     "train.micro_batch=1",
 )
 """A run of seconds, of which most are the imports of its ranks."""
+COMMAND_S = 120.0
+"""The longest time for most commands."""
 _POLL_S = 0.05
 _CODE = """
 import os, pathlib
@@ -53,6 +55,27 @@ _CLASSES = {
         "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
     ),
 }
+_EACH = """
+import json, os, signal, sys, tempfile
+from so_tui.cli import main
+
+for arguments in json.load(open(sys.argv[1])):
+    with tempfile.TemporaryFile() as output:
+        if not os.fork():
+            os.setsid()
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            signal.alarm(10 if arguments[0] == "watch" else 90)
+            sys.exit(main(arguments))
+        code = os.waitstatus_to_exitcode(os.wait()[1])
+        output.seek(0)
+        print(json.dumps([arguments, code, output.read().decode(errors="replace")]), flush=True)
+print("told all")
+"""
+Word = str | Path
+"""A part of a command."""
+Content = str | bytes | Path | list[Any] | dict[str, Any] | None
+"""What ``write`` writes."""
 
 
 class SkippedError(Exception):
@@ -71,14 +94,29 @@ class Command:
         """Its output so far."""
         return self.output.read_text(errors="replace")
 
-    def end(self, limit_s: float) -> str:
-        """Wait for its end, kill it if that does not come, and return what it wrote."""
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative if a signal ended it; None while it lives."""
+        return self.process.poll()
+
+    def end(self, limit_s: float = COMMAND_S) -> str:
+        """Wait for its end, kill it if that does not come, and return what it wrote. Raises
+        RuntimeError if the attack called it wrongly.
+        """
         try:
             self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.text.startswith("usage:"):
+            raise RuntimeError(f"the attack calls the command wrongly: {self.text[-200:]}")
         return self.text
+
+    def ready(self, word: str = "ready") -> Command:
+        """Wait until it has written a word. Raises RuntimeError if that does not come."""
+        if not self.wait(lambda: word in self.text, 20):
+            raise RuntimeError(f"it wrote no {word!r}: {self.text[-300:]}")
+        return self
 
     def wait(self, come: Callable[[], object], limit_s: float) -> bool:
         """Wait until something has come, and return whether it did before the command ended."""
@@ -114,12 +152,12 @@ class Stage:
     def begin(
         self,
         user: User,
-        *argv: str,
+        *argv: Word,
         umask: int = 0o022,
         group: int = 0,
         terminal: int | None = None,
         folder: Path = Path("/"),
-        **changes: str,
+        **changes: Any,
     ) -> Command:
         """Start a command as a user, in a session of its own."""
         self._count.append(0)
@@ -131,7 +169,9 @@ class Stage:
                 group=group or user.uid,
                 extra_groups=[PROJECT],
                 umask=umask,
-                env=user.environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", **changes),
+                env=user.environment(
+                    **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+                ),
                 cwd=folder,
                 stdin=subprocess.DEVNULL if terminal is None else terminal,
                 stdout=file if terminal is None else terminal,
@@ -140,22 +180,65 @@ class Stage:
             )
         return Command(process, output)
 
-    def so_tui(self, *arguments: str, **options: Any) -> Command:
+    def so_tui(self, *arguments: Word, **options: Any) -> Command:
         """Start ``so-tui`` as the owner."""
         return self.begin(
             self.owner, self.owner.interpreter, "-P", "-m", "so_tui", *arguments, **options
         )
 
-    def train(self, *arguments: str, how: str = "--plain", **options: Any) -> Command:
+    def said(self, *arguments: Word, limit_s: float = COMMAND_S, **options: Any) -> str:
+        """Run ``so-tui`` as the owner to its end, and return what it wrote."""
+        return self.so_tui(*arguments, **options).end(limit_s)
+
+    def answered(self, model: Path) -> Command:
+        """Let the owner ask a model, and wait for the end of it."""
+        victim = self.so_tui("generate", model, "--prompt", "hello")
+        victim.end()
+        return victim
+
+    def complaints(self, longest_s: float, *arguments: Word, **options: Any) -> list[str]:
+        """Run ``so-tui`` on hostile input, and return what is wrong: a traceback, a signal that
+        ended it, or a time of more than ``longest_s``.
+        """
+        began, victim = time.monotonic(), self.so_tui(*arguments, **options)
+        said = victim.end(longest_s)
+        killed = victim.code is None or victim.code < 0
+        crashed = killed or any(word in said for word in ("Traceback", "panicked", "\0"))
+        took_s = time.monotonic() - began
+        shown = (
+            f"{' '.join(map(str, arguments))[-100:]} ({victim.code}, {took_s:.0f} s): {said[-150:]}"
+        )
+        return [shown] if crashed else []
+
+    def each(
+        self, commands: Sequence[tuple[Word, ...]], *more: Word
+    ) -> Iterator[tuple[list[str], int, str]]:
+        """Run many commands of ``so-tui`` as the owner, in forks of one process, those that
+        wait for a run for ten seconds. Yield each with its exit code and what it wrote.
+        """
+        given = json.dumps([[*command, *more] for command in commands], default=str)
+        listed = write(self.folder / "commands", given)
+        told = self.python(self.owner, _EACH, listed).end(COMMAND_S + 10 * len(commands))
+        if "told all" not in told:
+            raise RuntimeError(f"not every command was run: {told[-500:]}")
+        for line in told.splitlines()[:-1]:
+            arguments, exit_code, said = json.loads(line)
+            yield arguments, exit_code, said
+
+    def train(self, *arguments: Word, how: str = "--plain", **options: Any) -> Command:
         """Start a short run of the owner's."""
         settings = (word for setting in SHORT for word in ("--set", setting))
         given = ("run", "tiny", how, "--no-preflight", *settings, *arguments)
         return self.so_tui(*given, **options)
 
-    def attacks(self, what: str, *arguments: object) -> Command:
+    def attacks(self, what: str, *arguments: Word) -> Command:
         """Start a part of ``benchmarks.attacks.attacker`` as the other user."""
         module = ("-P", "-m", "benchmarks.attacks.attacker", what)
-        return self.begin(self.other, self.other.interpreter, *module, *map(str, arguments))
+        return self.begin(self.other, self.other.interpreter, *module, *arguments)
+
+    def python(self, user: User, code: str, *arguments: Word) -> Command:
+        """Start Python code as a user."""
+        return self.begin(user, user.interpreter, "-P", "-c", code, *arguments)
 
     def shared(self, name: str, mode: int = 0o2770) -> Path:
         """Make a folder of the project, in which both can write."""
@@ -164,6 +247,34 @@ class Stage:
         os.chown(folder, 0, PROJECT)
         folder.chmod(mode)
         return folder
+
+    def writable(self, *paths: Path, access: str = "W_OK") -> list[str]:
+        """Return which of these the other user can write, without the group of the project."""
+        code = f"import os, sys; print(*[p for p in sys.argv[1:] if os.access(p, os.{access})])"
+        return self.other.python(code, *map(str, paths)).stdout.split()
+
+    def private(self, name: str, content: Content) -> Path:
+        """Make a file that only the owner can read."""
+        path = write(self.owner.home / name, content)
+        path.chmod(0o600)
+        self.owner.give(path)
+        return path
+
+    def foreign(self, name: str, files: Mapping[str, Content], user: User | None = None) -> Path:
+        """Give the other user, or ``user``, a folder in ``scratch`` that everybody can read."""
+        for each, content in files.items():
+            write(self.scratch / name / each, content)
+        return self.published(self.scratch / name, user)
+
+    def _place(self, where: Path | str, user: User | None) -> Path:
+        """Return a path in the owner's home, or in ``scratch`` for what is of the other user."""
+        return (self.owner.home if user is self.owner else self.scratch) / where
+
+    def link(self, path: Path, target: Path) -> Path:
+        """Let the attacker make a link in a folder of the project."""
+        path.symlink_to(target)
+        os.chown(path, self.other.uid, PROJECT, follow_symlinks=False)
+        return path
 
     def planted(self, name: str) -> Path:
         """Let the attacker make a folder in the sticky one, which everybody can write."""
@@ -185,8 +296,11 @@ class Stage:
         """Return Python that tells who ran it."""
         return _CODE.format(label=label, marks=str(self.marks))
 
-    def model(self, folder: Path, user: User, label: str = "", **config: Any) -> Path:
+    def model(
+        self, where: Path | str, user: User | None = None, label: str = "", **config: Any
+    ) -> Path:
         """Make the folder of a model without weights, with code of its own if it has a label."""
+        folder = self._place(where, user)
         shutil.copytree(self.ground.tokenizer, folder, dirs_exist_ok=True)
         tree = _toml(_ROOT / "presets/tiny.toml")["model"]["config"] | config
         if label:
@@ -194,38 +308,57 @@ class Stage:
             tree["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig"}
             for name, lines in _CLASSES.items():
                 (folder / f"{name}.py").write_text(self.code(label) + lines)
-            path = folder / "tokenizer_config.json"
             names = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
-            own = {"auto_map": names, "tokenizer_class": "OwnTokenizer"}
-            path.write_text(json.dumps(json.loads(path.read_text()) | own))
-        (folder / "config.json").write_text(json.dumps(tree))
-        user.give(folder)
-        return folder
+            path = folder / "tokenizer_config.json"
+            changed(path, auto_map=names, tokenizer_class="OwnTokenizer")
+        write(folder / "config.json", tree)
+        return self.published(folder, user)
 
-    def preset(self, path: Path, user: User, **changes: Any) -> Path:
+    def preset(self, where: Path | str, user: User | None = None, **changes: Any) -> Path:
         """Write the embedded preset with changes: keys, and tables that are added to its own."""
+        path = self._place(where, user)
         tree = _toml(_ROOT / "presets/tiny.toml")
         for key, value in changes.items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(tree))
-        user.give(path)
+        (user or self.other).give(path)
         return path
 
-    def run_of(self, user: User, folder: Path) -> Path:
-        """Give a user a copy of a run that has finished, which everybody can read."""
+    def run_of(self, user: User, where: Path | str, **model: Any) -> Path:
+        """Give a user a copy of a run that has finished, which everybody can read.
+
+        Args:
+            user: Its owner. The folder above it is made for the same user if it is missing.
+            where: Its path, from the home of the owner or from ``scratch``.
+            model: Other values of its spec's model.
+        """
+        folder = self._place(where, user)
+        above = folder.parent
+        if not above.exists():
+            above.mkdir()
+            user.give(above)
         shutil.copytree(self.ground.run, folder)
+        if model:
+            spec = read(folder / "spec.json")
+            changed(folder / "spec.json", model=spec["model"] | model)
         return self.published(folder, user)
 
-    def published(self, folder: Path, user: User) -> Path:
-        """Give a user a folder that everybody can read."""
-        user.give(folder)
+    def published(self, folder: Path, user: User | None = None) -> Path:
+        """Give the other user, or ``user``, a folder that everybody can read."""
+        (user or self.other).give(folder)
         for path in (folder, *folder.rglob("*")):
-            path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return folder
 
-    def exported(self, folder: Path, user: User, template: str = "") -> Path:
-        """Give a user an export that everybody can read, with a chat template."""
+    def exported(
+        self, where: Path | str = "model", user: User | None = None, template: str = ""
+    ) -> Path:
+        """Give the other user, or ``user``, an export that everybody can read, with a chat
+        template.
+        """
+        folder = self._place(where, user)
         shutil.copytree(self.ground.export, folder)
         if template:
             (folder / "chat_template.jinja").write_text(template)
@@ -326,6 +459,47 @@ def stage(common: Ground) -> Iterator[Stage]:
             *(Path(f"/tmp/so-tui-{user.uid}") for user in (made.owner, made.other)),
         ):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write(path: Path, content: Content) -> Path:
+    """Write text, bytes or a tree for JSON, or make a link to a path, or a pipe for None, in the
+    place of what is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    elif isinstance(content, Path):
+        path.symlink_to(content)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content, default=str))
+    return path
+
+
+def changed(path: Path, **changes: Any) -> Path:
+    """Change keys of a JSON file, or make one with them."""
+    tree = read(path) if path.exists() else {}
+    path.write_text(json.dumps(tree | changes, default=str))
+    return path
+
+
+def read(path: Path) -> Any:
+    """Return what a JSON file holds."""
+    return json.loads(path.read_text())
+
+
+def cases(text: str) -> list[Any]:
+    """Return what lines of JSON hold."""
+    return [json.loads(line) for line in text.strip().splitlines()]
+
+
+def open_to_all(*paths: Path) -> None:
+    """Let everybody write files and folders, with all that is in them."""
+    for above in paths:
+        for path in (above, *above.rglob("*")):
+            path.chmod(0o777 if path.is_dir() else 0o666)
 
 
 def _user(folder: Path, name: str, place: int) -> User:

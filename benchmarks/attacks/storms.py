@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attacks.attack import Verdict, attack
-from benchmarks.attacks.stage import Stage
+from benchmarks.attacks.stage import Stage, Word, read
 
 _TRIES = 200
 _LIMIT_S = 300.0
@@ -86,14 +86,15 @@ from so_tui.machine.software import code_folders
 os.environ |= code_folders(os.environ)  # as a helper gets it
 from so_tui.spec import find_preset
 from so_tui.spec.consents import allow
-from so_tui_trainer.remote_code import copied, loadable
+from so_tui_trainer.remote_code import copied_code, load_arguments
 model = find_preset("tiny").spec.changed("model", id=arguments[0], trust_remote_code=True).model
-while "EVIL" in Path((code := copied(model.id, "main", "model.id")).folder, "own.py").read_text():
-    pass
+code = copied_code(model.id, "main", "model.id")
+while "EVIL" in Path(code.folder, "own.py").read_text():
+    code = copied_code(model.id, "main", "model.id")
 allow(code)
 
 def border():
-    folder = Path(loadable(model, "model.id")["pretrained_model_name_or_path"])
+    folder = Path(load_arguments(model, "model.id")["pretrained_model_name_or_path"])
     return "EVIL" if "EVIL" in (folder / "own.py").read_text() else "mine"
 
 passes(border)
@@ -124,16 +125,14 @@ passes(border)
 """Each prints how often it returned what; EVIL is what the attacker wants."""
 
 
-def _passed(stage: Stage, border: str, attacker: tuple[Any, ...], *given: object) -> Verdict:
+def _passed(stage: Stage, border: str, attacker: tuple[Any, ...], *given: Word) -> Verdict:
     """Let the victim pass a border while the attacker exchanges."""
-    storm = stage.attacks(*attacker)
-    if not storm.wait(lambda: "ready" in storm.text, 20):
-        raise RuntimeError(f"the attacker exchanges nothing: {storm.text}")
+    storm = stage.attacks(*attacker).ready()
     code = _SLOWLY + _BORDERS[border]
-    victim = stage.begin(stage.owner, stage.owner.interpreter, "-P", "-c", code, *map(str, given))
+    victim = stage.python(stage.owner, code, *given)
     said = victim.end(_LIMIT_S)
-    if storm.process.poll() is not None or victim.process.returncode:
-        raise RuntimeError(f"{storm.text[-100:]} {said[-700:]}")
+    if storm.process.poll() is not None or victim.code:
+        raise RuntimeError(f"{storm.text} {said}")
     seen = json.loads(said.splitlines()[-1])
     if len(seen) < 2:
         raise RuntimeError(f"nothing was exchanged in time: {seen}")
@@ -157,12 +156,12 @@ def _runs(stage: Stage) -> tuple[Path, Path, str]:
         "run = RunDirectory(Path(sys.argv[1])); "
         "print(launch_digest(run, run.launch_path(1).read_bytes()))"
     )
-    began = stage.begin(stage.owner, stage.owner.interpreter, "-P", "-c", code, str(mine))
+    began = stage.python(stage.owner, code, mine)
     return mine, theirs, began.end(60).strip()
 
 
 def _evil(path: Path) -> str:
-    tree = json.loads(path.read_text())
+    tree = read(path)
     spec = tree["plan"]["spec"] if "plan" in tree else tree
     spec["model"] |= {"id": "EVIL", "trust_remote_code": True}
     return json.dumps(tree)
@@ -181,7 +180,7 @@ def _(stage: Stage) -> Verdict:
     for link, target in zip(links, (mine, theirs), strict=True):
         link.symlink_to(target)
         stage.other.give(link)
-    stage.published(theirs, stage.other)
+    stage.published(theirs)
     return _passed(stage, "read_spec", ("storm", *links), links[0])
 
 
@@ -193,19 +192,17 @@ def _(stage: Stage) -> Verdict:
 
 @attack("5d", f"allowed code, {_TRIES} times, while the model's file is exchanged all the time")
 def _(stage: Stage) -> Verdict:
-    folder = stage.model(stage.scratch / "model", stage.other)
+    folder = stage.model("model")
     for name, content in {"own.py": "good = 1\n" * 9_999, "evil.txt": "EVIL = 1\n" * 9_999}.items():
         (folder / name).write_text(content)
-    stage.published(folder, stage.other)
+    stage.published(folder)
     return _passed(stage, "loadable", ("storm", folder / "own.py", folder / "evil.txt"), folder)
 
 
 @attack("7d", f"copies for an export, {_TRIES} times, while a file turns into a link")
 def _(stage: Stage) -> Verdict:
-    secret = stage.owner.home / "secret"
-    secret.write_text("EVIL")
-    stage.owner.give(secret)
-    folder = stage.model(stage.scratch / "model", stage.other)
+    secret = stage.private("secret", "EVIL")
+    folder = stage.model("model")
     (folder / "chat_template.jinja").write_text("template")
     (folder / "link").symlink_to(secret)
     folder.chmod(0o755)

@@ -247,7 +247,7 @@ def _texts(record: MetricRecord) -> Iterator[str]:
         case BindingRecord():
             for rank in record.ranks:
                 where = f"GPU {rank.gpu}" if rank.gpu is not None else "CPU"
-                state = rank.problem or ("corrected" if rank.corrected else "bound")
+                state = rank.problem or ("bound by the rank" if rank.corrected else "bound")
                 bound = f"{_cores(rank.cpus)}, memory {rank.memory_policy}"
                 yield f"rank {rank.rank} on {where}: {bound} ({state})"
         case CheckpointRecord():

@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     shared, same = table["shared"], table["same"]
     for name in _ANYWHERE:
         _add_arguments(parser, shared[name], same)
-    parser.set_defaults(handler="run:open_screen", runs_dir=None, takes_machine=True)
+    parser.set_defaults(parser=parser, handler="run:open_screen", runs_dir=None, takes_machine=True)
     groups = {}
     for name, arguments in shared.items():
         groups[name] = argparse.ArgumentParser(
@@ -86,7 +86,11 @@ def build_parser() -> argparse.ArgumentParser:
             command.formatter_class = argparse.RawDescriptionHelpFormatter
             command.epilog = given["epilog"]
         _add_arguments(command, given.get("arguments", {}), same)
-        command.set_defaults(handler=given["handler"], takes_machine="machine" in given["shares"])
+        command.set_defaults(
+            parser=command,
+            handler=given["handler"],
+            takes_machine="machine" in given["shares"],
+        )
     commands.choices["stop"].set_defaults(grace=DEFAULT_GRACE_S)
     return parser
 

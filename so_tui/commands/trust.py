@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
 from pathlib import Path
 
 from so_tui.commands.common import print_json, print_note
 from so_tui.spec.check import is_folder, path_fault
-from so_tui.spec.consents import NOT_TRUSTED, Code, allow, consents, is_allowed, revoke
+from so_tui.spec.consents import NOT_TRUSTED, allow, consents, is_allowed, revoke
 from so_tui.spec.errors import InputError, reject, shown, some
 from so_tui.trust.text import printable_line
 
@@ -35,19 +34,17 @@ def trust(arguments: Namespace) -> int:
                 "is not among what you trust",
                 "`so-tui trust` lists that.",
             )
-        print(printable_line(f"the code of {source} does not run any more"))
+        print(printable_line(f"no longer trusted: {source}"))
         return 0
     from so_tui.launch.helper_jobs import code_of
 
     code = code_of(source)
-    if is_allowed(code):
-        print(printable_line(f"{code.name} is trusted already (SHA-256 {code.hash})"))
-    elif arguments.yes or not code.files:
+    files = some(code.files) or "no Python code"
+    if not is_allowed(code):
+        if code.files and not arguments.yes:
+            raise code.refusal("SOURCE", "--yes")  # on a terminal the user is asked then
         allow(code)
-        files = some(code.files) or "no Python code"
-        print(printable_line(f"trusted: {code.name} (SHA-256 {code.hash}: {files})"))
-    elif not _can_ask() or not _asked((code,)):
-        raise code.refusal("SOURCE")
+    print(printable_line(f"trusted: {code.name} (SHA-256 {code.hash}: {files})"))
     return 0
 
 
@@ -66,23 +63,16 @@ def _list(*, json: bool) -> None:
 
 
 def asked_to_allow(error: InputError) -> bool:
-    """Ask on the terminal whether to allow the code that a command has refused. Return whether the
-    user said yes; False without a terminal, or if something else is wrong as well.
+    """Ask on the terminal whether to allow the code that a command has refused, and record a yes.
+    Return whether the user said yes; False without a terminal, or if something else is wrong as
+    well.
     """
-    if any(problem.code != NOT_TRUSTED for problem in error.problems) or not _can_ask():
+    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    if not asks or any(problem.code != NOT_TRUSTED for problem in error.problems):
         return False
     from so_tui.launch.helper_jobs import refused_code
 
-    return _asked(refused_code(error))
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def _asked(codes: Iterable[Code]) -> bool:
-    """Ask whether to allow code, and record a yes. Return the answer."""
-    for code in codes:
+    for code in refused_code(error):
         for line in code.lines():
             print(printable_line(line), file=sys.stderr)
         print("Have you read it, and do you trust it? [y/N] ", end="", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from so_tui.doctor.checks import CheckContext, Findings, finding
 from so_tui.folders import known_runs_dirs
 from so_tui.machine.host import cpu_quota, cpu_ranges, process_limit
 from so_tui.machine.system_files import SystemFiles
-from so_tui.trust.folders import GROUP, VARIABLE, exchangeable_in
+from so_tui.trust.folders import SHARE_VARIABLE, WITH_GROUP, exchangeable_in
 from so_tui.trust.text import printable_line, quoted
 from so_tui.units import GIB, KIB, memory_size, page_size, plural
 
@@ -384,7 +384,7 @@ def _check_folders_of_runs(context: CheckContext) -> Findings:
         return
     found = {exchangeable_in(Path(os.path.realpath(path), "run")) for path in known_runs_dirs()}
     if where := sorted(map(str, found - {None})):
-        shared = context.environment.get(VARIABLE) == GROUP
+        shared = context.environment.get(SHARE_VARIABLE) == WITH_GROUP
         yield finding(
             "runs-exchangeable-shared" if shared else "runs-exchangeable",
             f"other users can rename folders in {printable_line(', '.join(where))}",

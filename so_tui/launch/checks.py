@@ -41,6 +41,8 @@ from so_tui.spec.check import exists
 from so_tui.spec.consents import NOT_TRUSTED, consents, source_name
 from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import missing_paths
+from so_tui.trust.files import NotOwnError
+from so_tui.trust.folders import open_folder
 from so_tui.trust.text import so_tui_command
 from so_tui.units import disk_size, memory_size
 
@@ -201,7 +203,8 @@ def writable(wanted: Path, field: str) -> Path:
     """Return the folder, or its nearest parent that exists.
 
     Raises:
-        InputError: Nothing can be written there (code ``not-writable``); it names ``field``.
+        InputError: Nothing can be written there (code ``not-writable``), or another user's link
+            leads to a folder of this user (``link-of-others``); it names ``field``.
     """
     path = wanted.expanduser().absolute()
     folder = next(folder for folder in (path, *path.parents) if exists(folder))
@@ -218,6 +221,17 @@ def writable(wanted: Path, field: str) -> Path:
             f"{folder} cannot be written",
             "Make it writable, or choose another folder.",
         )
+    try:
+        open_folder(folder).__exit__()
+    except NotOwnError as error:
+        if folder.stat().st_uid == os.geteuid():
+            raise reject(
+                "link-of-others",
+                field,
+                str(wanted),
+                f"{error.path} is another user's link and leads to a folder of yours",
+                f"Name the folder itself: {folder.resolve()}.",
+            ) from error
     return folder
 
 

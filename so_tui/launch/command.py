@@ -38,7 +38,7 @@ def log_line(text: str) -> None:
 # it prints is cut, and its processes do not count as the run's.
 
 
-MARKER = "SO_TUI_ALERT_KIND"
+ALERT_MARKER = "SO_TUI_ALERT_KIND"
 """In the environment of the command and of all that it starts."""
 TEXT_ARGUMENT = "{text}"
 """An argument that is exactly this becomes the alert's sentence. Inside of others it stays, so that
@@ -279,7 +279,12 @@ def variables(plan: Plan, machine: Machine, inherited: Environment) -> tuple[Var
         ),
         (True, ATTEMPT_MARKER, "{ATTEMPT}", "marks the processes of this attempt"),
         (True, LAUNCH_VARIABLE, "{LAUNCH}", "the ranks train this launch and no other"),
-        (MARKER in inherited, MARKER, None, "marks alert commands; one has started this run"),
+        (
+            ALERT_MARKER in inherited,
+            ALERT_MARKER,
+            None,
+            "marks alert commands; one has started this run",
+        ),
         (
             folder not in path.split(":"),
             "PATH",

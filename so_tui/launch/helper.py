@@ -44,6 +44,8 @@ _POLL_S = 0.1
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
+_COMPILING = ("build_ops", "calibrate", "generate")
+"""Helpers that compile, and get no relative paths."""
 _REMEDY = "`so-tui --verbose` with the same command shows what the process wrote."
 _LARGEST_TAIL = 1 << 16
 
@@ -106,7 +108,9 @@ class ToolProcess:
             text=True,
             errors="replace",
             env=environment,
-            cwd=os.getcwd(),  # noqa: PTH109 - raises where it is gone, which no package explains
+            # Linkers search the working folder first, and another user may be able to write in it.
+            # Helpers that read files need the folder, and no package explains that it is gone.
+            cwd="/" if name in _COMPILING else os.getcwd(),  # noqa: PTH109
             bufsize=1,
             process_group=0,
             pass_fds=(note, inherited),
@@ -119,7 +123,7 @@ class ToolProcess:
         self._failure: SoTuiError | None = None
         """Why this program has ended it."""
         self._closed = threading.Event()
-        self._watch = threading.Thread(target=self._look, name=f"limits of {name}", daemon=True)
+        self._watch = threading.Thread(target=self._enforce, name=f"limits of {name}", daemon=True)
         self._watch.start()
 
     def send(self, request: object) -> None:
@@ -142,9 +146,8 @@ class ToolProcess:
                     "is not valid UTF-8",
                     "Save the text, or rename the file, in UTF-8.",
                 ) from error
-        with contextlib.suppress(
-            BrokenPipeError, ValueError
-        ):  # ValueError: another thread has closed it
+        # ValueError: another thread has closed the pipe.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self._requests.write(f"{json.dumps(tree)}\n")
             self._requests.flush()
 
@@ -157,7 +160,8 @@ class ToolProcess:
         """Yield the answers as they come, until the helper ends.
 
         Raises:
-            InputError: The helper reports problems that the user can fix (exit code 2).
+            InputError: The helper reports problems that the user can fix (exit code 2), took more
+                than it may, or mapped a file that was cut short (``helper-file-cut``).
             Refused: The training software is not installed (code ``software-missing``).
             ToolError: Any other failure, with the last lines that the helper wrote to stderr.
         """
@@ -183,6 +187,16 @@ class ToolProcess:
                 self._limits.row_s,
                 "took more CPU time than a row or a file may",
             )
+        if code == -signal.SIGBUS:
+            raise reject(
+                "helper-file-cut",
+                self._doing,
+                "",
+                "could not be read to its end: the file was cut short meanwhile, or its disk or "
+                "/dev/shm failed or is full",
+                "Try again while no one writes there, from a complete copy in a folder of your "
+                "own if others could.",
+            )
         if problems:
             found = msgspec.convert(problems, list[Problem])
             raise InputError(found) if code == InputError.exit_code else ToolError(found[0])
@@ -202,23 +216,27 @@ class ToolProcess:
     def _death(self, code: int, lines: list[str]) -> Problem:
         """Return the problem of a helper that could not say what is wrong."""
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        said = lines[-1] if lines else "it wrote nothing"
-        field = f"tools.{self._name}"
-        message = f"failed ({how}) at {self._doing}: {said}"
-        remedy = _REMEDY
-        if code == -signal.SIGKILL:
-            remedy = f"The system ends processes if memory runs out: free some. {_REMEDY}"
-        return Problem("helper-failed", field, "", message, remedy)
+        return Problem(
+            "helper-failed",
+            f"tools.{self._name}",
+            "",
+            f"failed ({how}) at {self._doing}: {lines[-1] if lines else 'it wrote nothing'}",
+            f"The system ends processes if memory runs out: free some. {_REMEDY}"
+            if code == -signal.SIGKILL
+            else _REMEDY,
+        )
 
-    def _look(self) -> None:
+    def _enforce(self) -> None:
         """End the helper when it is cancelled, is late, or takes more than it may."""
         ends_at = time.monotonic() + self._timeout_s
         while not self._closed.wait(_POLL_S) and self._process.poll() is None:
             late = time.monotonic() > ends_at
             if late or self._cancel.is_set():
                 if late:
-                    words = f"gave no answer within {self._timeout_s:,.0f} s"
-                    self._failure = ToolError(f"so_tui_trainer.tools.{self._name} {words}")
+                    self._failure = ToolError(
+                        f"so_tui_trainer.tools.{self._name} gave no answer within "
+                        f"{self._timeout_s:,.0f} s"
+                    )
                 self.end()
                 return
             taken, allowed = taken_bytes(self._process.pid, self._limits)
@@ -345,23 +363,19 @@ def _environment() -> dict[str, str]:
         **code_folders(os.environ),
     }
     try:
-        environment |= make_code_folders(environment)
+        return environment | make_code_folders(environment)
     except OSError as error:
         raise ToolError(
             f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
             "folder that only you can write, in folders in which only you can rename"
         ) from error
-    return environment
 
 
 def _decoded(name: str, text: str) -> Tree:
     try:
         return msgspec.convert(json.loads(text), Tree)
-    except (
-        ValueError,
-        RecursionError,
-        msgspec.ValidationError,
-    ) as error:  # ValueError: also an integer of thousands of digits
+    # ValueError includes msgspec.ValidationError, and an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ToolError(
             f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}"
         ) from error

@@ -40,7 +40,7 @@ from so_tui.spec.consents import NOT_TRUSTED, Code
 from so_tui.spec.errors import SoTuiError, refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
-from so_tui.spec.presets import BUILTIN, with_absolute_paths
+from so_tui.spec.presets import BUILTIN, absolute_source, with_absolute_paths
 from so_tui.trust.decoding import Tree, prepare
 from so_tui.units import disk_size, plural, thousands
 
@@ -597,7 +597,7 @@ def named_model(
     for argument, given in (("model", text), ("--base", base)):
         if fault := path_fault(given):
             raise reject("invalid-path", argument, given, fault, _REMEDY)
-    wanted = LoadModel(compare=compare or bool(base), base=base, device=device)
+    wanted = LoadModel(compare=compare or bool(base), base=absolute_source(base), device=device)
     folder = Path(text).expanduser()
     model = exists(folder / "config.json")
     if (

@@ -125,7 +125,7 @@ def _memory_left(files: SystemFiles, folder: str) -> int | None:
 def _quota(files: SystemFiles, folder: str) -> float | None:
     if text := files.text(f"{folder}/cpu.max"):
         quota, _, period = text.partition(" ")
-        return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+        return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
     quota_us = files.integer(f"{folder}/cpu.cfs_quota_us")
     period_us = files.integer(f"{folder}/cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
@@ -382,17 +382,14 @@ def _nodes(files: SystemFiles, online: Cpus) -> Nodes:
     """
     whole = meminfo(files.text("/proc/meminfo"))
     ids = sorted(
-        int(name[4:])
-        for name in files.names(_NODES)
-        if name.startswith("node") and name[4:].isdigit()
+        int(name[4:]) for name in files.names(_NODES) if re.fullmatch(r"node[0-9]{1,5}", name)
     )
     if not ids:
         return (_node(0, online, whole, (10,)),)
     read = []
     for node in ids:
         folder = f"{_NODES}/node{node}"
-        distances = files.text(f"{folder}/distance").split()
-        known = tuple(int(distance) for distance in distances if distance.isdigit())
+        known = tuple(map(int, re.findall(r"\b[0-9]{1,5}\b", files.text(f"{folder}/distance"))))
         cpus = cpus_or_empty(files.text(f"{folder}/cpulist"))
         read.append((node, cpus, meminfo(files.text(f"{folder}/meminfo")), known))
     sole = sole_memory_node(tuple(_node(*parts) for parts in read))

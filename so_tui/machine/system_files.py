@@ -13,7 +13,9 @@ from so_tui.units import KIB
 
 _MOST_BYTES = 1 << 24
 """Of one file; /proc/cpuinfo of the largest machines has a few MiB."""
-_MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d+) kB", re.MULTILINE)
+_NO_NUMBER = re.compile(r"[0-9]{21,}")
+"""More digits than 64 bits have. Python converts no text of thousands of them."""
+_MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +([0-9]+) kB", re.MULTILINE)
 
 
 class SystemFiles:
@@ -34,22 +36,26 @@ class SystemFiles:
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:
-        """Return the content of a regular file without its trailing newline; empty if it cannot be
-        read.
+        """Return the content of a regular file without its trailing newline, and without numbers
+        beyond 64 bits; empty if it cannot be read.
         """
         try:
             # Lenient on purpose: a stray byte in a vendor string must not hide the rest of the
             # file.
-            return read_bounded(self.path(name), _MOST_BYTES).decode(errors="replace").rstrip("\n")
+            text = read_bounded(self.path(name), _MOST_BYTES).decode(errors="replace")
+            return _NO_NUMBER.sub("", text).rstrip("\n")
         except OSError:
             return ""
 
     def integer(self, name: str) -> int | None:
-        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x)."""
+        """Return the whole content of a file as a number (decimal, or hexadecimal with 0x);
+        None if it is none, or one of more than 64 bits.
+        """
         try:
-            return int(self.text(name).strip(), 0)
+            number = int(self.text(name).strip(), 0)
         except ValueError:
             return None
+        return number if abs(number) < 1 << 64 else None
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Return the sorted entries of a folder; empty if there is none."""

@@ -96,8 +96,7 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
 
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
-    target = target_of(wanted, machine)
-    chosen, tried, _ = best_settings(wanted, target)
+    chosen, tried, _ = best_settings(wanted, target_of(wanted, machine))
     chosen = with_fitting_cores(chosen)
     reasons = tuple(choices(wanted, chosen, tried))
     spec = chosen.spec if chosen.fits else wanted

@@ -51,8 +51,8 @@ from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, readable_json
 from so_tui.trust.files import Distrust, distrust_of_folder
 from so_tui.trust.folders import (
-    GROUP,
-    VARIABLE,
+    SHARE_VARIABLE,
+    WITH_GROUP,
     close_to_group,
     make_folders,
     make_run_folder,
@@ -108,7 +108,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, *, called: str = "")
     stem = checked_name(called) if called else spec.name
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
-        shared = os.environ.get(VARIABLE) == GROUP
+        shared = os.environ.get(SHARE_VARIABLE) == WITH_GROUP
         make_folders(folder, shared=shared)
         for made in (state_home(), folder) if state_home() in folder.parents else ():
             close_to_group(made)
@@ -180,7 +180,8 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
                 return directory
         except OSError as error:
             remedy = (
-                f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
+                "Ask its owner, who can share new runs with the group: "
+                f"{SHARE_VARIABLE}={WITH_GROUP}."
                 if isinstance(error, PermissionError)
                 else "Check that its file system is mounted and answers, then try again."
             )

@@ -25,7 +25,7 @@ from so_tui.spec.errors import InputError, reject, shown, some
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import NotOwnError, read_own
 from so_tui.trust.folders import open_folder, private_folder
-from so_tui.trust.text import so_tui_command
+from so_tui.trust.text import quoted, so_tui_command
 
 NOT_TRUSTED = "code-not-trusted"
 
@@ -60,19 +60,22 @@ class Code(Struct, frozen=True, kw_only=True):
         return (
             f"{self.name} comes with Python code, which would run with your rights.",
             f"files: {some(self.files)}",
-            f"copied, to be read, to {self.folder}",
+            f"Read this copy of it: {self.folder}",
             f"SHA-256 {self.hash}",
         )
 
-    def refusal(self, field: str) -> InputError:
-        """Return the error of code that was not allowed."""
+    def refusal(self, field: str, *options: str) -> InputError:
+        """Return the error of code that the user has not allowed. Its remedy is ``so-tui trust``
+        with these options.
+        """
         return reject(
             NOT_TRUSTED,
             field,
             self.name,
             f"comes with Python code that you have not allowed to run, or that has changed since "
             f"(SHA-256 {self.hash}: {some(self.files)})",
-            f"Read it in {self.folder}. If you trust it: {so_tui_command('trust', self.name)}",
+            f"Read it in {self.folder}. If you trust it: "
+            f"{so_tui_command('trust', self.name, *options)}",
         )
 
 
@@ -162,10 +165,11 @@ def _write(allowed: tuple[Consent, ...]) -> None:
 
 
 def _not_own(error: NotOwnError) -> InputError:
+    close = quoted("chmod", "go-w", str(error.path))
     return reject(
         "consents-not-own",
         consents_file().name,
         str(error.path),
-        f"others could change whose code you trust, so none is ({error.distrust})",
-        "Make it your own and take others' right to write from it (chmod go-w).",
+        f"others can change whose code counts as trusted, so none does ({error.distrust})",
+        f"Look at what is in it, then make it yours alone: `{close}`, or remove it.",
     )

@@ -117,15 +117,17 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """
     model, data, folder = spec.model, spec.data, spec.checkpoint.folder
     if isinstance(data.source, str):
-        source: str | tuple[DataSource, ...] = _absolute(data.source)
+        source: str | tuple[DataSource, ...] = absolute_source(data.source)
     else:
-        source = tuple(replace(part, source=_absolute(part.source)) for part in data.source)
+        source = tuple(replace(part, source=absolute_source(part.source)) for part in data.source)
     if folder:
         folder = str(Path(folder).expanduser().absolute())
     return replace(
         spec,
-        model=replace(model, id=_absolute(model.id), tokenizer=_absolute(model.tokenizer)),
-        data=replace(data, source=source, evaluation=_absolute(data.evaluation)),
+        model=replace(
+            model, id=absolute_source(model.id), tokenizer=absolute_source(model.tokenizer)
+        ),
+        data=replace(data, source=source, evaluation=absolute_source(data.evaluation)),
         checkpoint=replace(spec.checkpoint, folder=folder),
     )
 
@@ -166,7 +168,10 @@ def _is_path(text: str) -> bool:
     )
 
 
-def _absolute(text: str) -> str:
+def absolute_source(text: str) -> str:
+    """Return the absolute path of a model or of data, if the text can only be a path or something
+    here has that path; else the text. Raises InputError as ``resolve_source``.
+    """
     if not text or text.startswith(BUILTIN):
         return text
     path = Path(resolve_source(text)).expanduser()
@@ -230,15 +235,10 @@ def _read_source(path: Path, origin: Origin) -> _Source:
     except UnfitFileError as error:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
-        message = (
-            "is not a regular file"
-            if error.code == "not-a-file"
-            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
-        )
         raise _unread(
             path,
             error.code,
-            message,
+            error.reason,
             f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
         ) from None
     except TooDeepError as error:
@@ -302,8 +302,8 @@ def _without_others_trust(tree: Tree, path: Path) -> tuple[Problem, ...]:
                 "option-not-own",
                 "slurm.options",
                 shown(option),
-                "is no option that a file may set which others own or can write",
-                "Copy the file, read it, and use the copy; or give the option with --set.",
+                "cannot be set by a file that others own or can write",
+                "Copy the file, read it, and use the copy.",
                 file=str(path),
             )
     if not isinstance(model, dict) or not model.pop("trust_remote_code", False):

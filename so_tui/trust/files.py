@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 # Read files that anybody may have written: regular files only, and only as much as the caller
 # expects.
@@ -32,16 +32,15 @@ _BLOCK_BYTES = 1 << 13
 class UnfitFileError(OSError):
     """A file that is not read, because of its kind or its size."""
 
-    def __init__(
-        self, path: Path, code: Literal["not-a-file", "too-large"], limit_bytes: int
-    ) -> None:
-        self.path, self.code = path, code
-        words = (
-            "is not a regular file"
-            if code == "not-a-file"
-            else f"has more than {limit_bytes} bytes"
+    def __init__(self, path: Path, limit_bytes: int | None = None) -> None:
+        """Report a file that is larger than a limit, or without one: no regular file."""
+        self.path = path
+        self.code, self.reason = (
+            ("not-a-file", "is not a regular file")
+            if limit_bytes is None
+            else ("too-large", f"is larger than {limit_bytes:,} bytes")
         )
-        super().__init__(f"{path} {words}")
+        super().__init__(f"{path} {self.reason}")
 
 
 def open_descriptor(path: Path) -> int:
@@ -58,11 +57,11 @@ def open_descriptor(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a socket, with the latter
-            raise UnfitFileError(path, "not-a-file", 0) from None
+            raise UnfitFileError(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UnfitFileError(path, "not-a-file", 0)
+        raise UnfitFileError(path)
     return descriptor
 
 
@@ -99,7 +98,7 @@ def read_judged(path: Path, limit_bytes: int) -> tuple[bytes, Distrust | None]:
 
     content, distrust = _despite_replacement(read)
     if len(content) > limit_bytes:
-        raise UnfitFileError(path, "too-large", limit_bytes)
+        raise UnfitFileError(path, limit_bytes)
     return content, distrust
 
 

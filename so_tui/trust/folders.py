@@ -64,17 +64,13 @@ class Folder:
         """Why it is not this user's own; None if it is. Others may be able to read it."""
         return distrust_of(self.descriptor, stat.S_IFDIR)
 
-    @property
-    def owner(self) -> int:
-        """The user id of its owner."""
-        return os.fstat(self.descriptor).st_uid
-
     def foreign(self, name: str = ".", kind: int | None = None) -> Iterator[NotOwnError]:
-        """Yield what is not this user's own of something in it, and of everything below that. What
-        goes meanwhile is left out, but not the thing itself, which counts as missing.
+        """Judge a file or folder in this one and, below a folder, everything in it; yield each that
+        is not this user's own.
 
         Args:
-            name: Its path below this folder.
+            name: Its path below this folder. If nothing is there, that is yielded as missing; what
+                vanishes from below it while this reads is left out.
             kind: ``stat.S_IFREG`` or ``stat.S_IFDIR``, if it must be that.
 
         Raises:
@@ -110,7 +106,7 @@ class Folder:
         descriptor = self._opened(name, os.O_RDONLY | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UnfitFileError(self.path / name, "not-a-file", 0)
+            raise UnfitFileError(self.path / name)
         return descriptor
 
     def names(self, name: str = ".") -> list[str]:
@@ -135,8 +131,8 @@ class Folder:
 
 
 def open_named(path: Path) -> Folder:
-    """Open the folder that has a name now, wherever links above it lead: one that is known by its
-    owner and by what is in it, so that it does not matter who can exchange it.
+    """Open the folder that has this name now, wherever links above it lead. Nothing above it is
+    judged, so the caller must know the folder by its owner and by what is in it.
 
     Raises:
         OSError: There is no such folder, it cannot be entered, or its last name is a link
@@ -194,7 +190,13 @@ def _others_can_rename(descriptor: int, owner: int) -> bool:
 
 
 # Folders that so-tui makes. Nobody else can open them, whatever the umask is, unless the user
-# shares runs.
+# shares runs. Each may be a link of this user to another place.
+
+
+def _followed(path: Path) -> Path:
+    """Return where a link of this user or root leads; any other path as it is."""
+    is_link = path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0)
+    return Path(os.path.realpath(path)) if is_link else path
 
 
 def private_folder(path: Path) -> Path:
@@ -205,13 +207,13 @@ def private_folder(path: Path) -> Path:
     private, too.
 
     Raises:
-        NotOwnError: Something else has the name: a link, another user's folder, or one that others
-            can write.
+        NotOwnError: Something else has the name: a file, another user's link or folder, or one
+            that others can write.
         OSError: It cannot be made.
     """
     make_folders(path)
     try:
-        folder = open_named(path)
+        folder = open_named(_followed(path))
     except NotADirectoryError as error:
         raise NotOwnError(path, Distrust.WRONG_KIND) from error
     with folder:
@@ -284,8 +286,8 @@ def code_folder(path: Path, name: str, host: Path) -> Path:
 # The mode of the run folder records the choice for later attempts and other processes.
 
 
-VARIABLE = "SO_TUI_SHARE"
-GROUP = "group"
+SHARE_VARIABLE = "SO_TUI_SHARE"
+WITH_GROUP = "group"
 _SHARED_FOLDER = 0o750
 
 
@@ -335,12 +337,12 @@ def close_to_group(path: Path) -> None:
     Raises:
         OSError: There is no such folder, or it cannot be changed.
     """
-    with open_named(path) as folder:
+    with open_named(_followed(path)) as folder:
         mode = os.fstat(folder.descriptor).st_mode
         if folder.distrust is Distrust.OTHERS_CAN_WRITE and not mode & stat.S_IWOTH:
             folder.at.chmod(stat.S_IMODE(mode) & ~stat.S_IWGRP)
             name = printable_line(str(path))
-            _LOG.warning("so-tui: the group of %s could write in it; not any more", name)
+            _LOG.warning("so-tui: took from the group the right to write in %s", name)
 
 
 def umask_of(folder: Path) -> int:

@@ -56,8 +56,7 @@ class _PrintableStream:
 
     def writelines(self, lines: list[str]) -> None:
         """Write several texts."""
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.beneath, name)

@@ -16,6 +16,7 @@ _UNSAFE = re.compile(
     # bidirectional controls, invisible characters, separators of lines
     "\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\U000e0000-\U000e007f"  # annotations, tags
+    "\xad\u180e\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # of hyphenation, scripts and music
     "\ud800-\udfff"  # surrogates, which stand for bytes that are not UTF-8
     "]"
 )

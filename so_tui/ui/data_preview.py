@@ -195,9 +195,7 @@ class DataPreviewScreen(Dialog[None]):
 
     async def fail(self, problem: str) -> None:
         """Show reasons with their remedies."""
-        self._show_status(
-            Content.styled("✗ this data cannot be trained on as it is", "bold $error")
-        )
+        self._show_status(Content.styled("✗ this preview could not be made", "bold $error"))
         await self._show([Static(Content(problem), classes="preview-part")])
 
     async def _show_preview(self, preview: DataPreview) -> None:

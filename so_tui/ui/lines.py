@@ -30,8 +30,7 @@ Pieces = list[Piece]
 
 def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
     """Return the two pieces of a bar: what is filled, and the rest."""
-    halves = round(min(1.0, max(0.0, share)) * width * 2)
-    full, half = divmod(halves, 2)
+    full, half = divmod(round(min(1.0, max(0.0, share)) * width * 2), 2)
     return (FULL * full + HALF * half, style), (REST * (width - full - half), "$rule")
 
 

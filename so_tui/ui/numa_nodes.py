@@ -91,8 +91,7 @@ def _heat_cells(busy: _Busy, width: int, glyphs: GlyphName) -> _Cells:
     cores = sum(len(loads) for _, loads in busy)
     cells: _Cells = []
     for group, loads in busy:
-        count = max(1, min(len(loads), room * len(loads) // cores))
-        parts = _equal_parts(loads, count)
+        parts = _equal_parts(loads, max(1, min(len(loads), room * len(loads) // cores)))
         shown = [_level(sum(part) / len(part), glyphs) for part in parts]
         cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
     return cells[1:]

@@ -182,9 +182,9 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
     return [*lines, *([Content("     ").join(rest)] if width >= 70 else rest)]
 
 
-def _labelled(name: str, text: Content | str, style: str = "$faint") -> Content:
+def _labelled(name: str, text: Content | str) -> Content:
     """Return a line behind its label."""
-    return Content.assemble((f"{name:<{LABEL}}", style), text)
+    return Content.assemble((f"{name:<{LABEL}}", "$faint"), text)
 
 
 def _bar_line(

@@ -93,8 +93,8 @@ class RunLister:
         """Runs that the last look did not reach, and none before it."""
 
     def rows(self) -> tuple[RunRow, ...]:
-        """Return all runs, newest first. What ``LOOK_S`` does not suffice for is as it was, or left
-        to the next look.
+        """Return all runs, newest first. Runs that this look has no time for (``LOOK_S``) are
+        returned as they were at an earlier one; those never read are left out.
         """
         from so_tui.launch.executors import ensure_supervised
         from so_tui.launch.supervisor.processes import own_environs

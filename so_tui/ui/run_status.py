@@ -62,8 +62,7 @@ def _stages(
     code = ""
     for phase in phases:
         if phase.attempt == attempt:
-            again = phase.stage and phase.stage == code
-            since = found.pop().since if again else phase.time
+            since = found.pop().since if phase.stage and phase.stage == code else phase.time
             code = phase.stage
             found.append(Stage(_name(phase), since, phase.detail if code else ""))
     return found

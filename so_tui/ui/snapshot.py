@@ -31,7 +31,7 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.samples import roll_up
 from so_tui.spec import RunSpec
-from so_tui.ui.charts.series import Axis, Line, Series, Span, StepSeries
+from so_tui.ui.charts.series import Axis, Line, Series, Span, StepSeries, Unit
 
 # What a run and its hosts did at the cursor: the record of its step, and the samples that were
 # taken during it.
@@ -463,7 +463,7 @@ class Snapshot:
             return closer.line(metric, role, len(closer))
         return self.whole.line(metric, role, self.length)
 
-    def standing(self, x: float, unit: str) -> float:
+    def standing(self, x: float, unit: Unit) -> float:
         """Return ``x``, or the nearest last position of a row that stands for several steps, so
         that position and values agree.
         """

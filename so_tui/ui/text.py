@@ -126,8 +126,8 @@ def shorten_path(path: str, width: int) -> str:
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
     shown = _end_of(line, width - 1)
-    folder = shown.find("/", 0, -1)  # whole names are read more easily than the end of one
-    return f"…{shown[max(0, folder) :]}"
+    # Whole names are read more easily than the end of one.
+    return "…" + shown[max(0, shown.find("/", 0, -1)) :]
 
 
 def _end_of(line: str, width: int) -> str:
@@ -190,7 +190,7 @@ def finding_content(finding: Finding, width: int) -> Content:
 
 
 GlyphName = Literal["braille", "block", "ascii"]
-VARIABLE = "SO_TUI_GLYPHS"
+_VARIABLE = "SO_TUI_GLYPHS"
 _ASCII_LOCALES = ("C", "POSIX")
 
 _PLAIN = str.maketrans(
@@ -219,7 +219,7 @@ def chosen_glyphs(environ: Mapping[str, str], preferred: str = "auto") -> GlyphN
     The Linux console has no braille.
     """
     names: dict[str | None, GlyphName] = {name: name for name in get_args(GlyphName)}
-    for wanted in (environ.get(VARIABLE), preferred):
+    for wanted in (environ.get(_VARIABLE), preferred):
         if wanted in names:
             return names[wanted]
     encoding = locale.getpreferredencoding(False)

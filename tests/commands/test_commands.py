@@ -54,6 +54,17 @@ def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
     assert "".join(names) == name
 
 
+def test_unknown_arguments_lead_to_the_usage_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for line, command in ((["note", "run", "words"], "so-tui note"), (["--what"], "so-tui")):
+        with pytest.raises(SystemExit, match="2"):
+            main(line)
+        said = capsys.readouterr().err
+        assert said.startswith(f"usage: {command} [")
+        assert said.endswith(f"{command}: error: unrecognized arguments: {line[-1]}\n")
+
+
 def test_a_wrong_preset_is_named_and_the_others_are_listed(own_presets: Path, call: Call) -> None:
     mine = 'extends = "tiny"\nname = "mine"\n'
     (own_presets / "mine.toml").write_text(mine + "[offload]\nratoi = 1\n")

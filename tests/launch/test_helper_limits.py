@@ -39,6 +39,12 @@ FAULTS = {
     "loops": "exec('while True: pass')",
     "regex": "import re; re.match('(a*)*b', 'a' * 100)",
     "talks": "yield {'text': 'x' * (65 << 20)}",
+    "mapped": "import mmap, tempfile\n"
+    "        file = tempfile.TemporaryFile()\n"
+    "        file.truncate(1 << 20)\n"
+    "        held = mmap.mmap(file.fileno(), 1 << 20)\n"
+    "        file.truncate(0)\n"
+    "        held[4096]",
     "dies": "import os; os.kill(os.getpid(), 11)",
 }
 BUSY = """
@@ -126,6 +132,12 @@ def test_an_error_of_a_helper_is_one_message(tool: str, code: str) -> None:
 def test_a_helper_that_a_signal_ended_says_at_what() -> None:
     with pytest.raises(ToolError, match=r"SIGSEGV.*row 7 of rows\.jsonl"):
         call_tool("dies", {})
+
+
+@pytest.mark.usefixtures("tools")
+def test_a_mapped_file_that_is_cut_short_is_one_problem() -> None:
+    with rejected("helper-file-cut", field="row 7 of rows.jsonl"):
+        call_tool("mapped", {})
 
 
 @pytest.mark.usefixtures("tools")

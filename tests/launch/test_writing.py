@@ -32,6 +32,8 @@ def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
     for text in ("model", "./model", str(tmp_path / "model")):
         assert named_model(text, tmp_path / "runs").folder == str(tmp_path / "model")
     assert named_model("model", base="owner/base").compare
+    # The helper works elsewhere.
+    assert named_model("model", base="./model").base == str(tmp_path / "model")
     assert refusal(lambda: named_model("./runs")).code == "not-a-model"
     assert refusal(lambda: named_model("model", base="\0")).code == "invalid-path"
     assert refusal(lambda: named_model("no-such-run", tmp_path / "runs")).code == "unknown-run"

@@ -4,7 +4,9 @@ what people read of them, which stands together within 80 columns.
 
 from __future__ import annotations
 
+import re
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from so_tui.machine.host import (
 )
 from so_tui.machine.show import render
 from so_tui.machine.system_files import SystemFiles, read_network
+from so_tui.spec import InputError
 from tests.support import planning
 from tests.support import sysroots as hosts
 from tests.support.problems import rejected
@@ -123,6 +126,28 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     assert (node.id, node.kind, node.cpus) == (0, "cpu", (0, 1, 2, 3))
     assert machine.host_memory_bytes == 16 << 30
     assert node.file_cache_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize("digits", ["9" * 20, "9" * 5000, "\N{SUPERSCRIPT TWO}"])
+def test_numbers_that_no_kernel_writes_are_left_out(tmp_path: Path, digits: str) -> None:
+    node = "/sys/devices/system/node/node0"
+    files = {
+        "/sys/devices/system/cpu/online": "0-3\n",
+        "/proc/meminfo": f"MemTotal: {digits} kB\nMemFree: 1048576 kB\n",
+        "/proc/cpuinfo": f"processor : {digits}\n",
+        f"{node}/meminfo": f"Node 0 MemTotal: {digits} kB\nNode 0 MemFree: 1024 kB\n",
+        f"{node}/cpulist": "0-3\n",
+        f"{node}/distance": f"10 {digits}\n",
+        "/proc/self/cgroup": "0::/job\n",
+        "/sys/fs/cgroup/job/cpu.max": f"{digits} 100000\n",
+        "/sys/fs/cgroup/job/memory.max": digits,
+        "/sys/fs/cgroup/job/memory.current": "4096",
+        "/sys/fs/cgroup/job/memory.stat": f"active_file {digits}\n",
+        "/sys/devices/system/node/node\N{SUPERSCRIPT TWO}/cpulist": "0",
+    }
+    machine = inspect_machine(hosts.build_files(files, tmp_path))
+    assert msgspec.json.encode(machine)
+    assert machine.online_cpus == (0, 1, 2, 3)
 
 
 def test_totals_that_disagree_with_the_nodes() -> None:
@@ -258,3 +283,20 @@ def test_network_adapters_that_are_up_add_up(
 ) -> None:
     found = read_network(system_files(FILES["network"][name], tmp_path))
     assert (found and (found.gbit_per_s, found.source)) == network
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "-" + "9" * 400, "\u00b2"])
+def test_no_number_in_a_foreign_tree_ends_inspection(number: str, tmp_path: Path) -> None:
+    root = hosts.build_sysroot(hosts.ONE_GH200.listing(), tmp_path)
+    nodes = root / "sys/devices/system/node"
+    (nodes / f"node{number[:200]}").mkdir()
+    names = ("meminfo", "distance", "cpulist")
+    (root / "proc").mkdir(exist_ok=True)
+    (whole := root / "proc/meminfo").write_text("MemTotal: 1024 kB\n")
+    for path in (whole, *(nodes / "node0" / name for name in names)):
+        known = path.read_text()
+        for hostile in (f"{number} {number}\n", re.sub(r"\d+", number, known)):
+            path.write_text(hostile)
+            with suppress(InputError):  # such as one of a tree without CPUs
+                render(inspect_machine(root))
+        path.write_text(known)

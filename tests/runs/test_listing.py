@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from so_tui.folders import default_runs_dir, probes_dir
+from so_tui.folders import consents_file, default_runs_dir, probes_dir, state_home
 from so_tui.runs import (
     RunDirectory,
     create_run,
@@ -29,12 +29,30 @@ from so_tui.runs import (
 )
 from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
+from so_tui.spec.consents import Code, allow, consents, is_allowed
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.folders import is_shared
 from tests.support.hostile_files import full_disk
 from tests.support.problems import raising, refusal, rejected
 from tests.support.records import change_state, named_run
+
+
+def test_folders_of_so_tui_may_be_links_of_ones_own(spec: RunSpec, tmp_path: Path) -> None:
+    for number, link in enumerate((state_home(), consents_file().parent)):
+        target = tmp_path / f"target{number}"
+        if link.is_dir():
+            link.rename(target)
+        else:
+            target.mkdir()
+            link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    run = create_run(spec)
+    assert run in list_runs()
+    code = Code(source="someone/model", hash="0", files=("a.py",), folder="")
+    allow(code)
+    assert is_allowed(code)
+    assert len(consents()) == 1
 
 
 @pytest.mark.parametrize("failure", [errno.ESTALE, errno.EIO, errno.EACCES])

@@ -7,11 +7,13 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from so_tui.launch.helper import ToolProcess
 from so_tui.machine.software import code_folders
 from tests.support.users import SharedMachine, User, host_folder_of
 
@@ -221,3 +223,33 @@ def test_a_chosen_private_folder_stays(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir(mode=0o700)
     assert "TRITON_CACHE_DIR" in code_folders({**os.environ, "TRITON_CACHE_DIR": "here"})
+
+
+OWN_KERNEL = """
+import os, sys
+from superoffload import kernel
+os.chdir(sys.argv[1])
+kernel.library()
+"""
+
+
+@pytest.mark.slow
+def test_a_linker_takes_nothing_from_the_working_folder(machine: SharedMachine) -> None:
+    """It looks there first for what a linker script names, such as that of ``libgcc_s.so``."""
+    bait = bait_of(machine.other, machine)
+    source, planted = bait / "planted.c", bait / "libgcc_s.so.1"
+    source.write_text("__attribute__((constructor, used)) static void planted(void) {}")
+    subprocess.run(["cc", "-c", "-fPIC", "-o", planted, source], check=True)
+    machine.other.give(bait)
+    user = machine.owner
+    done = user.run(user.interpreter, "-P", "-c", OWN_KERNEL, str(bait), timeout_s=300.0)
+    assert done.returncode == 0, done.stderr
+    (kernel,) = (user.home / ".cache" / "so-tui" / "kernels").glob("*.so")
+    assert b"planted" not in kernel.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["build_ops", "calibrate", "generate"])
+def test_a_helper_that_compiles_works_in_no_folder_of_others(name: str) -> None:
+    """Triton and DeepSpeed run compilers and linkers in the working folder."""
+    with closing(ToolProcess(name)) as process:
+        assert Path(f"/proc/{process._process.pid}/cwd").readlink() == Path("/")

@@ -153,7 +153,8 @@ def test_the_command_allows_lists_and_revokes(
     model: ModelSpec, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trust", model.id]) == 2  # no terminal to ask on
-    assert "so-tui trust" in capsys.readouterr().err
+    assert "read it in" in (said := capsys.readouterr().err).lower()
+    assert said.endswith(f"so-tui trust {model.id} --yes\n")
     assert main(["trust", model.id, "--yes"]) == 0
     (known,) = consents()
     assert (known.source, known.hash) == (model.id, code_of(model.id).hash)
@@ -164,6 +165,17 @@ def test_the_command_allows_lists_and_revokes(
     assert main(["trust", model.id, "--revoke"]) == 2
     assert not consents()
     assert not trace.exists()
+
+
+def test_the_command_names_a_folder_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (str(tmp_path / "none"), "./none", "owner/none"):
+        assert main(["trust", name]) == 2
+        said = capsys.readouterr().err
+        assert f"SOURCE = {name}: " in said
+        assert "folder" in said.partition(". Name a folder")[0]
+        assert "HF_HUB_OFFLINE" not in said
 
 
 def test_adding_a_model_asks_first(model: ModelSpec, trace: Path) -> None:
@@ -271,12 +283,16 @@ def test_a_folder_of_too_many_files_is_refused(model: ModelSpec) -> None:
     assert refusal(lambda: load_config(model)).code == "code-too-large"
 
 
+@pytest.mark.parametrize("command", ["data", "trust"])
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_a_terminal_is_asked(model: ModelSpec, trace: Path, tmp_path: Path, answer: str) -> None:
+def test_a_terminal_is_asked_once(
+    model: ModelSpec, trace: Path, tmp_path: Path, answer: str, command: str
+) -> None:
     preset = tmp_path / "theirs.toml"
     preset.write_text(PRESET.format(model=model.id))
     ours, theirs = os.openpty()
-    argv = [sys.executable, "-P", "-m", "so_tui", "data", str(preset)]
+    named = str(preset) if command == "data" else model.id
+    argv = [sys.executable, "-P", "-m", "so_tui", command, named]
     with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         said = b""
@@ -284,13 +300,16 @@ def test_a_terminal_is_asked(model: ModelSpec, trace: Path, tmp_path: Path, answ
             said += os.read(ours, 1 << 16)
         assert all(name.encode() in said for name in ("modeling_own.py", "SHA-256", model.id))
         assert not trace.exists()
-        os.write(ours, f"{answer}\n".encode())
+        os.write(ours, f"{answer}\n\x04".encode())  # and the end of the input
+        said = b""
         with suppress(OSError):  # the terminal's end
-            while os.read(ours, 1 << 16):
-                pass
+            while part := os.read(ours, 1 << 16):
+                said += part
     os.close(ours)
+    assert b"[y/N]" not in said
     assert process.returncode == (0 if answer == "y" else 2)
-    assert trace.exists() == bool(consents()) == (answer == "y")
+    assert bool(consents()) == (answer == "y")
+    assert trace.exists() == (answer == "y" and command == "data")
 
 
 async def test_the_preview_asks(model: ModelSpec, trace: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ ALLOWED = {
     "trainer/so_tui_trainer/model/weights.py:prepare_weights": "a lock in the user's own cache",
     "trainer/so_tui_trainer/recorder.py:_EventFile.__init__": OWN,
     "trainer/so_tui_trainer/remote_code.py:_refuse_code_elsewhere": "in the private copy",
-    "trainer/so_tui_trainer/remote_code.py:copied": "in the private copy",
+    "trainer/so_tui_trainer/remote_code.py:copied_code": "in the private copy",
     "trainer/so_tui_trainer/tools/presets.py:_rewritten": "a tool that writes this repository",
     "trainer/so_tui_trainer/tools/presets.py:main": "a tool that writes this repository",
 }

@@ -198,3 +198,46 @@ def test_commands_work_where_processes_are_hidden(machine: SharedMachine) -> Non
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode in (0, 1), (command, done.stderr)
         assert done.stdout, command
+
+
+WRITABLE = """
+import sys
+from pathlib import Path
+from so_tui.launch.checks import writable
+from so_tui.spec import InputError
+for path in sys.argv[1:]:
+    try:
+        print("allowed", writable(Path(path), "--to"))
+    except InputError as error:
+        print(*(problem.code for problem in error.problems), error.problems[0].remedy)
+"""
+
+
+@pytest.mark.slow
+def test_a_link_of_others_to_a_folder_of_ones_own_is_not_written_through(
+    machine: SharedMachine,
+) -> None:
+    """The link's owner would choose where runs, checkpoints and exports go. Links of this user, and
+    links of others to their own folders, as projects have them, are followed.
+    """
+    mine, theirs = machine.owner.home / "mine", machine.scratch / "theirs"
+    mine.mkdir()
+    theirs.mkdir()
+    led, project, own = (machine.scratch / name for name in ("led", "project", "own"))
+    led.symlink_to(mine)
+    project.symlink_to(theirs)
+    own.symlink_to(mine)
+    for path, user in ((theirs, machine.other), (mine, machine.owner), (own, machine.owner)):
+        user.give(path)
+    for link in (led, project):
+        os.lchown(link, machine.other.uid, machine.other.uid)
+    theirs.chmod(0o777)
+    done = machine.owner.python(WRITABLE, *map(str, (led, led / "new" / "er", project, own)))
+    said = done.stdout.splitlines()
+    remedy = f"link-of-others Name the folder itself: {mine}."
+    assert said == [remedy, remedy, f"allowed {project}", f"allowed {own}"], done.stderr
+    for option in (f"--runs-dir={led}", f"--set=checkpoint.folder={led}/new"):
+        run = machine.owner.so_tui("run", "tiny", "--detach", option)
+        assert "another user's link" in run.stderr, run
+        assert run.returncode == 2
+    assert not list(mine.iterdir())

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from so_tui.spec import ModelSpec
+from so_tui_trainer.export import of_folder
 from so_tui_trainer.model.stored import shards
 from tests.support.problems import rejected
 from tests.support.users import SharedMachine
@@ -44,6 +46,27 @@ sources.datasets_cache = lambda: Path(datasets.config.HF_DATASETS_CACHE)
 for path in Path(datasets.config.HF_DATASETS_CACHE).rglob("*.arrow"):
     path.write_bytes(path.read_bytes().replace(b"honest", b"poison"))
 """
+EXCHANGE = (
+    """
+import os, sys
+from pathlib import Path
+import datasets
+given = datasets.load_dataset_builder
+shared, private = Path(os.environ["SHARED"]), Path(os.environ["PRIVATE"])
+def exchanged(*what, **options):
+    kept = shared.rename(shared.with_suffix(".kept"))
+    shared.symlink_to(private)
+    try:
+        builder = given(*what, **options)
+        builder.download_and_prepare()
+    finally:
+        shared.unlink()
+        kept.rename(shared)
+    return builder
+datasets.load_dataset_builder = exchanged
+"""
+    + ROWS
+)
 PREPARE = """
 import sys
 from pathlib import Path
@@ -188,6 +211,60 @@ def test_a_source_that_is_a_link_to_a_private_file_is_refused(machine: SharedMac
     assert rows(machine, named).startswith("data-link-leads-out")
 
 
+@pytest.mark.parametrize("place", ["file", "part", "folder"])
+def test_a_link_of_ones_own_to_a_link_of_others_is_judged_at_each(
+    machine: SharedMachine, place: str
+) -> None:
+    """The owner keeps a link to shared data, which its author turns to a private file."""
+    own, theirs = machine.owner.home / "private", machine.scratch / "data"
+    own.mkdir()
+    (own / "rows.jsonl").write_text('{"text": "secret"}\n')
+    named = machine.owner.home / "named"
+    if place == "file":
+        theirs.symlink_to(own / "rows.jsonl")
+        named = named.with_suffix(".jsonl")
+        named.symlink_to(theirs)
+    elif place == "part":
+        theirs.symlink_to(own / "rows.jsonl")
+        named.mkdir()
+        (named / "part.jsonl").symlink_to(theirs)
+    else:
+        theirs.symlink_to(own)
+        named.symlink_to(theirs / "rows.jsonl")
+        named = named.rename(named.with_suffix(".jsonl"))
+    machine.owner.give(own, named)
+    os.lchown(theirs, machine.other.uid, machine.other.uid)
+    assert rows(machine, named).startswith("data-link-leads-out")
+
+
+@pytest.mark.parametrize("named", ["file", "folder", "link", "part"])
+def test_rows_that_are_exchanged_while_they_are_read_are_refused(
+    machine: SharedMachine, named: str
+) -> None:
+    """All is as before when the reading ends. The owner's process does what others could."""
+    private, folder = machine.owner.home / "private.jsonl", machine.scratch / "data"
+    private.write_text('{"text": "secret"}\n')
+    folder.mkdir()
+    shared = folder / "rows.jsonl"
+    shared.write_text('{"text": "honest"}\n')
+    machine.other.give(folder)
+    folder.chmod(0o777)
+    source = shared if named == "file" else folder
+    if named == "link":
+        source = machine.owner.home / "named.jsonl"
+        source.symlink_to(shared)
+    elif named == "part":
+        source = machine.owner.home / "named"
+        source.mkdir()
+        (source / "part.jsonl").symlink_to(shared)
+    machine.owner.give(private)
+    if source != folder and source != shared:
+        machine.owner.give(source)
+    places = {"SHARED": str(shared), "PRIVATE": str(private)}
+    assert rows(machine, source, EXCHANGE, **places).startswith("data-source-changed")
+    assert rows(machine, source, ROWS) == "honest"
+
+
 def test_paths_of_pictures_in_rows_are_not_opened(machine: SharedMachine) -> None:
     """They may be pipes, or files that only the owner can read."""
     theirs = machine.scratch / "theirs"
@@ -247,5 +324,43 @@ def test_a_folder_of_others_is_not_taken_for_a_name_of_the_hub(
 def test_an_index_that_names_weights_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
     index = json.dumps({"weight_map": {"a": named}})
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with rejected("weights-elsewhere"):
-        shards(tmp_path)
+    for read in (shards, lambda folder: of_folder(folder, ModelSpec(id=str(folder)))):
+        with rejected("weights-elsewhere"):
+            read(tmp_path)
+
+
+SHARDS = """
+import sys
+from pathlib import Path
+from so_tui.spec import InputError
+from so_tui_trainer.model.stored import shards
+try:
+    print(*shards(Path(sys.argv[1])))
+except InputError as error:
+    print(error.problems[0].code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["model", "hub/models--people--own/snapshots/abc"])
+def test_a_link_of_others_to_private_weights_is_refused(machine: SharedMachine, place: str) -> None:
+    folder = machine.scratch / place
+    folder.mkdir(parents=True)
+    private, theirs = machine.owner.home / "a", machine.other.home / "a"
+    machine.other.home.chmod(0o755)
+    blob = folder.parent / "blob" if place == "model" else folder.parents[1] / "blobs" / "a"
+    blob.parent.mkdir(exist_ok=True)
+    for user, target, refused in (
+        (machine.owner, private, True),
+        (machine.other, theirs, False),
+        (machine.other, blob, False),
+    ):
+        target.write_text("")
+        machine.other.give(machine.scratch)
+        user.give(target)
+        link = folder / "model.safetensors"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        machine.other.give(link)
+        said = machine.owner.python(SHARDS, str(folder)).stdout.strip()
+        assert said == ("weights-elsewhere" if refused else link.name)

@@ -11,7 +11,7 @@ from so_tui.folders import builtin_folder
 from so_tui.spec import ModelSpec, find_preset
 from so_tui.spec.consents import Code, allow
 from so_tui_trainer.model.config import config_of
-from so_tui_trainer.remote_code import copied
+from so_tui_trainer.remote_code import copied_code
 from tests.support.models import causal_model
 
 _FILES = {
@@ -51,6 +51,6 @@ def change(path: Path, **values: Any) -> None:
 
 def trusted(model: ModelSpec) -> Code:
     """Let the present code of a model run."""
-    code = copied(model.id, model.revision, "model.id")
+    code = copied_code(model.id, model.revision, "model.id")
     allow(code)
     return code

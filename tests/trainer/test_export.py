@@ -266,9 +266,14 @@ def chat_model(folder: Path, **generation: object) -> Path:
             {"temperature": GenerationConfig().temperature},  # type: ignore[no-untyped-call]
             [7, 1, STOP_ID],
         ),
+        (
+            {"watermarking_config": 3},
+            {"watermarking_config": None},
+            STOP_ID,
+        ),  # so are unusable ones
         ({}, {}, STOP_ID),
     ],
-    ids=["settings", "contradicting", "none"],
+    ids=["settings", "contradicting", "unusable", "none"],
 )
 def test_exports_keep_the_settings_of_generation(
     given: dict[str, Any], kept: dict[str, Any], ends: object, tmp_path: Path

@@ -212,6 +212,12 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
         ("model.safetensors", b"\0" * 5, "model-unreadable"),
         ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}', "model-unreadable"),
         ("config.json", b"[" * 200_000, "model-unreadable"),
+        ("generation_config.json", b"[]", "generation-config-unreadable"),
+        (
+            "generation_config.json",
+            b'{"watermarking_config": 3}',
+            "generation-config-unreadable",
+        ),
         ("tokenizer_config.json", b"[]", "tokenizer-unreadable"),
     ],
 )

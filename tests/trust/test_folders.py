@@ -10,6 +10,7 @@ import pytest
 
 from so_tui.trust.files import Distrust, NotOwnError, UnfitFileError
 from so_tui.trust.folders import (
+    close_to_group,
     is_shared,
     make_run_folder,
     open_folder,
@@ -26,15 +27,32 @@ def test_a_private_folder_is_made_and_an_open_one_closed(tmp_path: Path) -> None
     assert [path.stat().st_mode & 0o777 for path in (made, made.parent)] == [0o700, 0o700]
     made.chmod(0o755)
     assert private_folder(made).stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
     made.chmod(0o777)
     for path, distrust in (
         (made, Distrust.OTHERS_CAN_WRITE),
-        (tmp_path / "link", Distrust.WRONG_KIND),
+        (tmp_path / "file", Distrust.WRONG_KIND),
+        (tmp_path / "circle", Distrust.WRONG_KIND),
     ):
         with pytest.raises(NotOwnError) as error:
             private_folder(path)
         assert error.value.distrust is distrust
+
+
+def test_a_folder_of_so_tui_may_be_a_link_of_ones_own(tmp_path: Path) -> None:
+    """Homes are small, and sites have people move caches and runs to scratch. Configurations are
+    often links into a repository.
+    """
+    target, link = tmp_path / "scratch", tmp_path / "so-tui"
+    target.mkdir(mode=0o755)
+    link.symlink_to(target)
+    assert private_folder(link) == link
+    assert target.stat().st_mode & 0o777 == 0o700
+    target.chmod(0o770)
+    os.chown(target, -1, STRANGER) if os.geteuid() == 0 else None
+    close_to_group(link)
+    assert not target.stat().st_mode & stat.S_IWGRP or os.geteuid()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -110,6 +128,9 @@ def test_links_of_others_are_not_followed(tmp_path: Path) -> None:
     os.chown(link, STRANGER, 0, follow_symlinks=False)
     with pytest.raises(NotOwnError):
         open_folder(link)
+    with pytest.raises(NotOwnError) as error:
+        private_folder(link)
+    assert error.value.distrust is Distrust.WRONG_KIND
 
 
 def test_an_exchanged_folder_is_not_read(tmp_path: Path) -> None:

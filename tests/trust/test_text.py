@@ -32,6 +32,7 @@ from so_tui.trust.text import (
         ("a\rb", "a\\rb"),
         ("\udcff", "\\udcff"),
         ("\U000e0041", "\\U000e0041"),
+        ("a\xad\u180e\U0001bca0\U0001d173", "a\\xad\\u180e\\U0001bca0\\U0001d173"),
     ],
 )
 def test_control_sequences_are_spelled_out(text: str, shown: str) -> None:

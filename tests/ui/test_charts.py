@@ -23,7 +23,7 @@ from so_tui.ui.chart_metrics import (
     save_layout,
 )
 from so_tui.ui.charts.chart import SIGNS, Chart, look_of
-from so_tui.ui.charts.drawing import beyond, fit_scale
+from so_tui.ui.charts.drawing import columns_beyond, fit_scale
 from so_tui.ui.charts.series import Line, StepSeries, Wanted
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.dialogs import ChooseMetrics, _weight_of
@@ -282,5 +282,5 @@ def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:
     scale, logarithmic = (fit_scale([spans], robust=True, log=log) for log in (False, True))
     assert (scale.log, logarithmic.log) == (False, True)
     assert max(scale.high, logarithmic.high) < 2
-    assert beyond([spans], scale) == 1
+    assert columns_beyond([spans], scale) == 1
     assert fit_scale([[*[(1.0, 1.0)] * 3, (1.0, 50.0)]], robust=True).high < 2

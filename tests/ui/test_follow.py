@@ -20,11 +20,11 @@ from so_tui.runs.results import mean_steps
 from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
 from so_tui.ui.charts.drawing import value_at
-from so_tui.ui.charts.series import Axis, FollowedSteps, Wanted
+from so_tui.ui.charts.series import Axis, FollowedSteps, View, Wanted
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
-from so_tui.ui.dashboard.view import View, axis_of
+from so_tui.ui.dashboard.view import axis_of
 from so_tui.ui.snapshot import Snapshot
 from tests.support.long_run import FIRST, SEGMENT_STEPS, WANTED, write_long_run
 from tests.support.make_run import STEP_S, quad_machine, write_run

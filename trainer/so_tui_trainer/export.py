@@ -26,13 +26,14 @@ from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_sour
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.files import Distrust, distrust_of_folder
-from so_tui.trust.folders import GROUP, VARIABLE, make_run_folder, open_named
+from so_tui.trust.folders import SHARE_VARIABLE, WITH_GROUP, make_run_folder, open_named
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.foreign import is_own, private_copy
 from so_tui_trainer.model.config import load_config, stored_config, unreadable
+from so_tui_trainer.model.stored import shards
 from so_tui_trainer.model.trained import PREFIX
 from so_tui_trainer.model.weights import (
     DEFAULT_ATTENTION,
@@ -256,16 +257,15 @@ def _generation_config(
     """Return the model's generation settings, with the token that ends an answer of the data as a
     further stop token.
 
-    Contradictory settings, which transformers refuses to write, are left out.
+    Contradictory settings, which transformers refuses to write, are left out, and those that it
+    cannot use.
     """
     from transformers import GenerationConfig
 
     found = GenerationConfig.from_model_config(config)
-    if model.weights == "pretrained":
-        with suppress(OSError):  # The model may have none.
-            found = GenerationConfig.from_pretrained(
-                resolve_source(model.id), revision=model.revision
-            )
+    with suppress(InputError):
+        if model.weights == "pretrained":
+            found = _generation_settings(resolve_source(model.id), model.revision) or found
     try:
         found.validate(strict=True)
     except ValueError:
@@ -279,6 +279,28 @@ def _generation_config(
     ids = [number for number in ends if number is not None]
     found.eos_token_id = ids if len(ids) > 1 else ids[0]
     return found
+
+
+def _generation_settings(source: str, revision: str) -> GenerationConfig | None:
+    """Return the generation settings that come with a model; None if it has none.
+
+    Raises:
+        InputError: They cannot be used (``generation-config-unreadable``).
+    """
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        return None
+    except Exception as error:  # whatever its values lead transformers to
+        raise reject(
+            "generation-config-unreadable",
+            "model",
+            source,
+            f"has a generation_config.json that cannot be used ({first_line(error)})",
+            "Correct or remove that file; a copy of the model's folder may be without it.",
+        ) from error
 
 
 def target_of(text: str | Path) -> Path:
@@ -346,7 +368,7 @@ def replacing(folder: Path, mark: ExportMarker, *, shared: bool = False) -> Iter
     replaces ``folder`` at the end, and is removed after an error. Nobody else can open it; the
     group can if it is shared, or with ``SO_TUI_SHARE``.
     """
-    shared |= os.environ.get(VARIABLE) == GROUP
+    shared |= os.environ.get(SHARE_VARIABLE) == WITH_GROUP
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     for path in (folder, partial, old):
         refuse_foreign(path)
@@ -414,8 +436,10 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
         model: The model whose code runs if it is allowed; without, all is read from the folder.
 
     Raises:
-        InputError: There is no model in it that can be read (``model-unreadable``).
+        InputError: There is no model in it that can be read (``model-unreadable``), or its index
+            names weights elsewhere (``weights-elsewhere``).
     """
+    shards(folder)  # transformers would follow any name
     given = model if model.trust_remote_code else replace(model, id=str(folder))
     with explained(
         given,
@@ -432,6 +456,7 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
         causal: PreTrainedModel = type(meta).from_pretrained(
             folder,
             config=meta.config,
+            generation_config=_generation_settings(str(folder), model.revision),
             dtype=torch.bfloat16,
             attn_implementation=DEFAULT_ATTENTION,
             use_safetensors=True,

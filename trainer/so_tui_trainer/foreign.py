@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -47,6 +49,8 @@ _COPIED = (
 _LEFT_OUT = ("original", "metal", "onnx", "__pycache__")
 _MOST_FILES = 1000
 _LARGEST_BYTES = 256 << 20
+MOST_FILES = 10_000
+"""Files and folders in a folder of data."""
 
 
 def is_own(path: Path) -> bool:
@@ -88,6 +92,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     folder = Path(source)
     if not folder.is_dir():
+        check_cached("models", source, field)
         ignored = [f"{name}/*" for name in _LEFT_OUT]
         folder = Path(
             snapshot_download(
@@ -192,45 +197,92 @@ def open_within(folder: Folder, name: str) -> int:
         target = os.readlink(name, dir_fd=folder.descriptor)
         descriptor = folder.open(os.path.normpath(Path(name).parent / target))
     found = os.fstat(descriptor)
-    if found.st_uid not in (folder.owner, 0) and found.st_nlink > 1:
+    if found.st_uid not in (os.fstat(folder.descriptor).st_uid, 0) and found.st_nlink > 1:
         os.close(descriptor)
-        raise UnfitFileError(folder.path / name, "not-a-file", 0)
+        raise UnfitFileError(folder.path / name)
     return descriptor
 
 
-def seen_in(source: Path) -> set[tuple[Path, int, int, int, int]]:
-    """Return values that change whenever a file or folder of a source of data is exchanged: its
-    own, those in it, and those above it that belong to others.
+def check_cached(kind: str, name: str, field: str) -> Path:
+    """Return the folder of a repository of the hub in the cache. Refuse one that has links with
+    which another user chooses where the hub's client writes.
+
+    Args:
+        kind: ``models`` or ``datasets``.
+        name: Its name on the hub.
+        field: What names it.
 
     Raises:
-        InputError: A link there is another user's and leads to a third user's files
-            (``data-link-leads-out``).
+        InputError: As ``seen_in``.
+        OSError: A folder there cannot be entered.
+    """
+    from huggingface_hub import constants
+
+    cache, folder = Path(constants.HF_HUB_CACHE), f"{kind}--{name.replace('/', '--')}"
+    for place in (cache / folder, cache / ".locks" / folder):
+        with suppress(FileNotFoundError):  # it is not there yet, but what is above has been judged
+            seen_in(place, field, most_files=math.inf)
+    return cache / folder
+
+
+def seen_in(
+    source: Path, field: str = "data.source", most_files: float = MOST_FILES
+) -> set[tuple[Path, int, int, int, int]]:
+    """Return values that change whenever a file or folder of a source of data is exchanged: the
+    source, what is in it, and what belongs to others above it or where its links lead. If only this
+    user can change the source, they are those of what belongs to others.
+
+    Raises:
+        InputError: A link there is another user's and leads out, to a third user's files
+            (``data-link-leads-out``), or there are too many files (``data-too-many-files``).
         OSError: Something went meanwhile, or cannot be entered.
     """
-    source, trusted = source.absolute(), (os.geteuid(), 0)
-    left, folders, seen = [*source.parents, source], set[tuple[int, int]](), set()
+    source, trusted, own = source.absolute(), (os.geteuid(), 0), is_own(source)
+    left = [(source, True), *((above, False) for above in source.parents)]
+    folders, elsewhere, count = set[tuple[int, int]](), set[Path](), 0
+    seen = set[tuple[Path, int, int, int, int]]()
     while left:
-        path = left.pop()
-        link, inside = path.lstat(), path.is_relative_to(source)
+        path, inside = left.pop()
+        count += inside
+        if count > most_files:
+            raise reject(
+                "data-too-many-files",
+                field,
+                str(source),
+                f"has more than {thousands(MOST_FILES)} files and folders",
+                "Join its files to fewer, or name a folder in it.",
+            )
+        link = path.lstat()
         try:
             found = path.stat()
         except OSError:  # it leads nowhere
             continue
         is_theirs = link.st_uid not in trusted
-        if stat.S_ISLNK(link.st_mode) and is_theirs and found.st_uid != link.st_uid:
-            raise reject(
-                "data-link-leads-out",
-                "data.source",
-                str(source),
-                f"{path} is another user's link to files of a third user",
-                "Copy what you want to train on into a folder of your own.",
-            )
-        if inside or is_theirs:
+        if stat.S_ISLNK(link.st_mode):
+            home = source.parent.resolve() / source.name
+            if (
+                is_theirs
+                and found.st_uid != link.st_uid
+                and not path.resolve().is_relative_to(home)
+            ):
+                raise reject(
+                    "data-link-leads-out",
+                    field,
+                    str(source),
+                    f"{path} is another user's link to files of a third user",
+                    "Copy what you want to train on into a folder of your own; or set HF_HOME to "
+                    "one, if it comes from the hub.",
+                )
+            target = path.parent / path.readlink()
+            further = {target, *target.parents} - elsewhere
+            elsewhere |= further
+            left += ((part, False) for part in further)
+        if is_theirs or (inside and not own):
             seen.add((path, link.st_ino, link.st_ctime_ns, found.st_ino, found.st_ctime_ns))
         place = (found.st_dev, found.st_ino)
         if inside and stat.S_ISDIR(found.st_mode) and place not in folders:
             folders.add(place)
-            left += path.iterdir()
+            left += ((part, True) for part in path.iterdir())
     return seen
 
 

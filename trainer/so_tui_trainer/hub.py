@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
+from so_tui_trainer.foreign import check_cached
 
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """Files that loading may need; weights in other formats stay on the hub."""
@@ -153,17 +154,12 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
         InputError: The hub refuses it, or the connection was lost more often than the client tries
             again (``download-failed``).
     """
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
     # HTTPError is httpx's own, of whichever httpx it uses.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.file_download import repo_folder_name
 
-    partial = (
-        Path(constants.HF_HUB_CACHE)
-        / repo_folder_name(repo_id=model.id, repo_type="model")
-        / "blobs"
-    )
+    partial = check_cached("models", model.id, "model.id") / "blobs"
     others = set(partial.glob(_PARTIAL))  # of a download that was killed, or of another process
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(hf_hub_download, model.id, name, revision=model.revision)

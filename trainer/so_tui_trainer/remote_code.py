@@ -18,7 +18,7 @@ from so_tui.spec import InputError, ModelSpec, resolve_source
 from so_tui.spec.consents import Code, is_allowed
 from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, NotOwnError
-from so_tui_trainer.foreign import digest_of, modules_folder, private_copy
+from so_tui_trainer.foreign import check_cached, digest_of, modules_folder, private_copy
 from so_tui_trainer.hub import model_problem
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ _allowed = set[str]()
 """Copies whose code the user allowed, and whose hash this process has checked."""
 _OWN_ATTENTION = (None, "eager", "sdpa")
 """Attention that transformers itself computes. Every other name may lead to a kernel on the hub,
-also that of a package which is not installed.
+even the name of a known package, if that package is not installed.
 """
 
 
-def loadable(
+def load_arguments(
     model: ModelSpec, field: Literal["model.id", "model.tokenizer"] = "model.id"
 ) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` loads a model's configuration, or its
@@ -50,7 +50,9 @@ def loadable(
     own = field == "model.id"
     source = resolve_source(model.id if own else model.tokenizer)
     revision = model.revision if own else "main"
-    code = copied(source, revision, field) if model.trust_remote_code else None
+    if not Path(source).is_dir():
+        check_cached("models", source, field)
+    code = copied_code(source, revision, field) if model.trust_remote_code else None
     if code is None or not code.files:
         return {
             "pretrained_model_name_or_path": source,
@@ -67,18 +69,18 @@ def loadable(
     return {"pretrained_model_name_or_path": code.folder, "trust_remote_code": True}
 
 
-def code_of(config: PretrainedConfig) -> dict[str, bool]:
-    """Return the argument with which ``from_config`` builds a model: whether its configuration
-    comes from a copy whose code was allowed, so that its classes do, too.
+def build_arguments(config: PretrainedConfig) -> dict[str, bool]:
+    """Return the argument with which ``from_config`` builds a model. It allows the model's code if
+    the configuration was loaded from an allowed copy and names no classes elsewhere.
     """
     named = _references(getattr(config, "auto_map", None), inside=True)
     elsewhere = any("--" in reference for reference in named)
     return {"trust_remote_code": config.name_or_path in _allowed and not elsewhere}
 
 
-def copied(source: str, revision: str, field: str) -> Code:
+def copied_code(source: str, revision: str, field: str) -> Code:
     """Copy the small files of a source into a folder of this user, and describe the Python code
-    among them. Raises as ``loadable``.
+    among them. Raises as ``load_arguments``.
     """
     folder, names = private_copy(source, revision, field)
     files = [name for name in names if name.endswith(".py")]
@@ -118,8 +120,8 @@ def _refuse_code_elsewhere(folder: Path, files: list[str], source: str, field: s
 
 
 def _references(value: Any, *, inside: bool = False) -> Iterator[str]:
-    """Yield what the tables ``auto_map`` in a configuration name; ``inside`` one of them, all
-    texts.
+    """Yield the names of classes in the tables ``auto_map`` of a configuration: all texts of a
+    value that is ``inside`` one.
     """
     if isinstance(value, str) and inside:
         yield value

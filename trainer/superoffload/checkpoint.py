@@ -288,8 +288,9 @@ def verify_state(folder: Path) -> None:
             for group in manifest.sub_groups:
                 for _ in range(3 if group.moments else 1):
                     for start, length in _sampled(4 * group.numel):
-                        sample = os.pread(file.fileno(), length, begin + start)
-                        samples = zlib.crc32(sample, samples)
+                        samples = zlib.crc32(
+                            os.pread(file.fileno(), length, begin + start), samples
+                        )
                     begin += 4 * group.numel
         if samples != manifest.samples:
             raise OffloadError(

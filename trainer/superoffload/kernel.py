@@ -72,6 +72,7 @@ def library() -> Path:
                 text=True,
                 check=False,
                 env=uncached,
+                cwd=scratch,  # where linkers look first for what they link
             )
             if done.returncode != 0:
                 raise OffloadError(

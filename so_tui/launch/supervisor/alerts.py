@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from so_tui.launch.command import MARKER, AlertCommand, log_line
+from so_tui.launch.command import ALERT_MARKER, AlertCommand, log_line
 from so_tui.launch.supervisor.prometheus import Textfile
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import (
@@ -257,7 +257,7 @@ class Announcer:
             self.command.request(
                 settings.command,
                 {
-                    MARKER: alert.kind,
+                    ALERT_MARKER: alert.kind,
                     "SO_TUI_ALERT_TEXT": text,
                     "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
                     "SO_TUI_ALERT_HOST": self._host,

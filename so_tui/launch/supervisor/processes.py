@@ -20,8 +20,13 @@ from typing import NamedTuple
 
 import psutil
 
-from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
-from so_tui.launch.command import MARKER as ALERT_MARKER
+from so_tui.launch.command import (
+    ALERT_MARKER,
+    ATTEMPT_MARKER,
+    NODE_MARKER,
+    RUN_ID_MARKER,
+    RUN_MARKER,
+)
 from so_tui.runs.directory import RunDirectory, known_id
 from so_tui.runs.liveness import Stat, alive, read_stat
 from so_tui.runs.records import ForeignProcess, ForeignProcesses, Process, Role

@@ -22,8 +22,8 @@ from so_tui.ui.charts.drawing import (
     Scale,
     Spans,
     axis_row,
-    beyond,
     cells_in,
+    columns_beyond,
     fit_scale,
     gutter_text,
     joined,
@@ -33,7 +33,7 @@ from so_tui.ui.charts.drawing import (
     value_at,
     with_cursor,
 )
-from so_tui.ui.charts.series import Axis, Line, Named
+from so_tui.ui.charts.series import Axis, Line, Named, Span, View
 from so_tui.ui.text import glyphs_of
 from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
@@ -132,8 +132,7 @@ class _ChartFrame(NamedTuple):
             if beside:  # its first two cells are blank: one of them belongs to the line
                 (text, role), *others = beside
                 right = [(text[1:], role), *others, (" ─╮", "frame")]
-            between = "─" * (self.width - cells_in([*left, *right]))
-            row = [*left, (between, "frame"), *right]
+            row = [*left, ("─" * (self.width - cells_in([*left, *right])), "frame"), *right]
         strip = Strip(joined(row, self.styles))
         return strip.adjust_cell_length(self.width, self.styles["base"])
 
@@ -262,12 +261,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """The mouse asks for another view. ``how`` names the method of the dashboard's ``View``,
-        and ``values`` are its arguments without the extent.
-        """
+        """The mouse asks for another view."""
 
-        how: Literal["at", "zoomed", "ranged", "panned"]
-        values: dict[str, float]
+        change: Callable[[View, Span], View]
+        """Returns it, from the present one and the extent of the run."""
 
     ROLES = {
         "raw": "$raw-line",
@@ -359,7 +356,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         x = self._x_at(event.x)
         if x is not None and not self._dragged and "@click" not in event.style.meta:
-            self.post_message(self.Moved("at", {"x": x}))
+            self.post_message(self.Moved(lambda view, extent: view.at(x, extent)))
 
     @property
     def chosen(self) -> tuple[int, int] | None:
@@ -399,7 +396,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         elif self._dragged or abs(at - drag.start) >= DRAGGED_CELLS:
             self._dragged = True
             share = (drag.start - at) / max(1, self.columns)
-            self.post_message(self.Moved("panned", {"share": share}))
+            self.post_message(self.Moved(lambda view, extent: view.panned(share, extent)))
             self._drag = _Drag(at, at, pans=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
@@ -412,7 +409,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
             last = self.inset + GUTTER + self.columns - 1
             low, high = (self._x_at(min(cell, last)) for cell in chosen)
             if low is not None and high is not None:
-                self.post_message(self.Moved("ranged", {"low": low, "high": high}))
+                self.post_message(self.Moved(lambda view, extent: view.ranged(low, high, extent)))
             self.repaint()
 
     @on(events.MouseScrollUp)
@@ -425,10 +422,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
         x = self._x_at(event.x)
         if sideways or event.shift or event.ctrl:
             share = WHEEL_PAN if forward else -WHEEL_PAN
-            self.post_message(self.Moved("panned", {"share": share}))
+            self.post_message(self.Moved(lambda view, extent: view.panned(share, extent)))
         elif x is not None:
             factor = 1 / WHEEL_ZOOM if forward else WHEEL_ZOOM
-            self.post_message(self.Moved("zoomed", {"factor": factor, "about": x}))
+            self.post_message(self.Moved(lambda view, extent: view.zoomed(factor, extent, x)))
         else:
             return
         event.stop()
@@ -529,7 +526,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         scale = fit_scale(
             found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
         )
-        self._outside = beyond(found, scale) if self.robust else 0
+        self._outside = columns_beyond(found, scale) if self.robust else 0
         return scale
 
     def _title(self, room: int) -> Pieces:

@@ -105,7 +105,7 @@ def _without_outliers(values: list[float], *, log: bool) -> list[float]:
     return values[bisect_left(shown, first - reach) : bisect_right(shown, third + reach)]
 
 
-def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
+def columns_beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
     """Return how many columns have a value outside the scale."""
     drawn = [span for line in lines for span in line if span is not None]
     return sum(

@@ -19,8 +19,8 @@ from so_tui.ui.chart_metrics import (
 )
 from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Named, Wanted, mean_of
-from so_tui.ui.dashboard.view import Overlaid, View
+from so_tui.ui.charts.series import Axis, Named, View, Wanted, mean_of
+from so_tui.ui.dashboard.view import Overlaid
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, distinct, faint, in_rows, reading_text, wrapped

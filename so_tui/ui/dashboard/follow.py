@@ -162,8 +162,7 @@ class RunFollower(_ReadRun):
         if completed or not known:
             self._generation = metrics.generation
             self._recent = tuple(metrics.recent(RECENT_STEPS))
-        combined = self._whole.halvings > before.halvings
-        self._released = combined or completed
+        self._released = self._whole.halvings > before.halvings or completed
         return not more
 
     def _read_window(self, wanted: Wanted, window: Span | None) -> None:

@@ -88,8 +88,7 @@ def _detail_lines(record: StepRecord, width: int) -> list[Content]:
             text = f"{thousands(value) if whole else metric.format_value(value / per)} {unit}"
             name = f"{shorten(metric.title, ENTRY - VALUE - 1):<{ENTRY - VALUE}}"
             entries.append(Content.assemble((name, "$faint"), f"{text:<{VALUE}}"))
-    columns = max(1, width // ENTRY)
-    rows = -(-len(entries) // columns)
+    rows = -(-len(entries) // max(1, width // ENTRY))
     return [Content("").join(entries[row::rows]) for row in range(rows)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.chart_metrics import ChartLayout, Flag, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.series import Axis, Span
+from so_tui.ui.charts.series import Axis, Span, View
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails
@@ -34,7 +34,6 @@ from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
     Rows,
-    View,
     axis_of,
     extent_of,
     rows_for,
@@ -369,8 +368,7 @@ class DashboardScreen(ResizablePage):
 
     @on(Chart.Moved)
     def _moved(self, message: Chart.Moved) -> None:
-        change: Callable[..., View] = getattr(self.view, message.how)
-        self.view = self._standing(change(extent=self._extent, **message.values))
+        self.view = self._standing(message.change(self.view, self._extent))
 
     # What the charts show.
 

@@ -1,5 +1,5 @@
-"""The range of a run that the charts show: all of it, a fixed window, or the newest part as it
-grows. Pure.
+"""What the dashboard shows where: the axis that its charts share, runs that are laid over another,
+and the rows and columns of its panels. Pure.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from so_tui.runs import RunDirectory
 from so_tui.ui.chart_metrics import EVALUATIONS
 from so_tui.ui.charts.chart import Metric
-from so_tui.ui.charts.series import Axis, Line, Span, StepSeries, interpolated
+from so_tui.ui.charts.series import Axis, Line, Span, StepSeries, Unit, View, interpolated
 from so_tui.ui.snapshot import Snapshot
 
 # Another run whose metrics are laid over those of the run that is followed.
@@ -74,92 +73,6 @@ def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[f
             step = -math.inf if time_s < known[0] else math.inf
         found.append(max(step, found[-1]) if found else step)
     return found
-
-
-Unit = Literal["step", "time"]
-NARROWEST = {"step": 4.0, "time": 5.0}
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The unit of the axis, the window on it (None: the whole run) and the cursor. With ``tail``
-    the window follows the newest value.
-    """
-
-    unit: Unit = "step"
-    window: Span | None = None
-    tail: bool = False
-    cursor: float | None = None
-
-    def resolved(self, extent: Span) -> Span:
-        """Return the window of a run that covers ``extent``."""
-        if self.window is None:
-            return extent
-        low, high = self.window
-        if self.tail:
-            return extent[1] - (high - low), extent[1]
-        return low, high
-
-    def zoomed(self, factor: float, extent: Span, about: float | None = None) -> View:
-        """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right
-        end, which stays visible.
-        """
-        low, high = self.resolved(extent)
-        about = about if about is not None else self.cursor if self.cursor is not None else high
-        about = min(high, max(low, about))
-        width = max(NARROWEST[self.unit], (high - low) * factor)
-        if width >= extent[1] - extent[0]:
-            return replace(self, window=None, tail=False)
-        share = (about - low) / (high - low) if high > low else 1.0
-        return self._moved(about - share * width, width, extent)
-
-    def _moved(self, low: float, width: float, extent: Span) -> View:
-        """Move the window to begin at ``low``, within the run."""
-        low = min(max(extent[0], low), extent[1] - width)
-        high = low + width
-        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * width)
-
-    def panned(self, share: float, extent: Span) -> View:
-        """Move the window by a share of its width, within the run."""
-        if self.window is None:
-            return self
-        low, high = self.resolved(extent)
-        return self._moved(low + share * (high - low), high - low, extent)
-
-    def ranged(self, low: float, high: float, extent: Span) -> View:
-        """Zoom to a range, within the run."""
-        low, high = max(extent[0], low), min(extent[1], high)
-        width = min(max(high - low, NARROWEST[self.unit]), extent[1] - extent[0])
-        return self._moved((low + high - width) / 2, width, extent)
-
-    def at(self, x: float, extent: Span) -> View:
-        """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names
-        the step whose values it shows.
-        """
-        x = min(extent[1], max(extent[0], x))
-        return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
-
-    def pointed(self, columns: int, extent: Span, dots: int) -> View:
-        """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where
-        the cursor would leave it.
-        """
-        low, high = self.resolved(extent)
-        width = (high - low) / max(1, dots)
-        if self.unit == "step":
-            width = max(1.0, width)  # every key press moves it
-        cursor = self.cursor if self.cursor is not None else high
-        moved = self.at(cursor + columns * width, extent)
-        at = moved.cursor
-        assert at is not None
-        if self.window is not None and not low <= at <= high:
-            shift = at - low if at < low else at - high
-            return replace(moved, window=(low + shift, high + shift), tail=False)
-        return moved
-
-    @property
-    def range_note(self) -> str:
-        """Note next to the charts while they show a part of the run."""
-        return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 
 def extent_of(snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()) -> Span | None:

@@ -152,8 +152,9 @@ class HostPanel(Vertical):
         self.numa.show(host.hosts, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
-        gpus = self.numa.gpus.shown_rows
-        left = height - 3 - frames - gpus - 2 * nodes  # two title lines and the axis
+        left = (
+            height - 3 - frames - self.numa.gpus.shown_rows - 2 * nodes
+        )  # two title lines and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0

@@ -285,8 +285,9 @@ class PresetsScreen(FiltersTable):
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
-            kept = catalog.problems[0].code == "trust-not-own"
-            ignored = "! " if kept else "✗ one of your presets was ignored: "
+            # A preset that others can write is listed, but it cannot allow the model's code.
+            listed = catalog.problems[0].code == "trust-not-own"
+            ignored = "! " if listed else "✗ one of your presets was ignored: "
             others = len(catalog.problems) - 1
             more = f"   and {plural(others, 'more problem')}" if others else ""
             problems.update(

@@ -290,14 +290,14 @@ def _fields(
         content_of(stored) as content,
         io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text,
     ):
-        first = text.readline()
-        choice = _SEPARATORS.get(kind, ",;\t|")
-        separator = next((each for each in choice if each in first), choice[0])
-        reader = csv.reader(
-            chain((first,), text), delimiter=separator, strict=True, quoting=quoting
-        )
         header, number = list[str](), 0
         try:
+            first = text.readline()
+            choice = _SEPARATORS.get(kind, ",;\t|")
+            separator = next((each for each in choice if each in first), choice[0])
+            reader = csv.reader(
+                chain((first,), text), delimiter=separator, strict=True, quoting=quoting
+            )
             for row in reader:
                 if not row:
                     continue

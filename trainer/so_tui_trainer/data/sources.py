@@ -17,7 +17,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -43,7 +43,7 @@ from so_tui_trainer.data.files import (
     values_of,
 )
 from so_tui_trainer.data.rows import Conversation, Layout, bad_row, layout_of, read_row
-from so_tui_trainer.foreign import datasets_cache, is_own, seen_in
+from so_tui_trainer.foreign import check_cached, datasets_cache, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.pointers import refuse_pointers
 from so_tui_trainer.step_limits import limited
@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
 MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
-MOST_FILES = 10_000
-"""Files and folders in a folder of data."""
 MOST_TIMES = 100
 """How often larger than its file the content of a compressed one may be. Text is some ten times as
 large. Content up to ``_CHECKED_BYTES`` is not judged.
@@ -313,16 +311,7 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
             saved = saved[source.split]
         _refuse_elsewhere((file["filename"] for file in saved.cache_files), f"{path}/", source)
         return saved, ()
-    found = sorted(islice(_files_in(path), MOST_FILES + 1))
-    if len(found) > MOST_FILES:
-        raise reject(
-            "data-too-many-files",
-            "data.source",
-            source.source,
-            f"has more than {thousands(MOST_FILES)} files and folders",
-            "Join its files to fewer, or name a folder in it.",
-        )
-    inside = [file.relative_to(path) for file in found if file.is_file()]
+    inside = sorted(file.relative_to(path) for file in _files_in(path))
     data = [file for file in inside if is_data(file) and file.name not in _METADATA_FILES]
     if not data:
         raise ValueError("it has no data files")
@@ -360,7 +349,7 @@ def _named(source: DataSource, file: Path | str) -> str:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the files and folders in a folder, also those that links lead to, each folder once."""
+    """Yield the files in a folder, also in folders that links lead to, each folder once."""
     met = set[tuple[int, int]]()
     for root, folders, files in os.walk(folder, followlinks=True):
         state = Path(root).stat()
@@ -368,7 +357,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         met.add((state.st_dev, state.st_ino))
-        yield from (Path(root) / name for name in (*folders, *files))
+        yield from (file for name in files if (file := Path(root, name)).is_file())
 
 
 def _linked(folder: Path, files: Iterable[Path], cache: Path, rename: str = "") -> Path:
@@ -725,7 +714,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if path.exists():
             before = seen_in(path)
             read = _read_folder(path, source) if path.is_dir() else (_read_file(path, source), ())
-            if not is_own(path) and seen_in(path) != before:
+            if seen_in(path) != before:
                 raise reject(
                     "data-source-changed",
                     "data.source",
@@ -736,6 +725,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
+        check_cached("datasets", name, "data.source")
         builder = datasets.load_dataset_builder(name, source.subset or None, cache_dir=str(rows))
         files = builder.config.data_files or {}
         _refuse_elsewhere(chain.from_iterable(files.values()), f"hf://datasets/{name}@", source)

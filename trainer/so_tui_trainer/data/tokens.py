@@ -32,7 +32,7 @@ from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
 from so_tui_trainer.pointers import refuse_pointers
-from so_tui_trainer.remote_code import explained, loadable
+from so_tui_trainer.remote_code import explained, load_arguments
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
         limited(f"the tokenizer of {name}", _files_bytes(name)),
     ):
         refuse_pointers(_files(Path(name)), field, name)
-        tokenizer = AutoTokenizer.from_pretrained(**loadable(model, field))
+        tokenizer = AutoTokenizer.from_pretrained(**load_arguments(model, field))
     with limited(f"the tokenizer of {name}"):
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
     if not ids:

@@ -14,7 +14,7 @@ from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui_trainer.hub import model_problem
 from so_tui_trainer.pointers import refuse_pointers
-from so_tui_trainer.remote_code import explained, loadable, without_hub_kernels
+from so_tui_trainer.remote_code import explained, load_arguments, without_hub_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -147,13 +147,13 @@ def _refuse_deep(values: Mapping[str, Any], model: ModelSpec) -> None:
 
 def stored_config(model: ModelSpec) -> PretrainedConfig:
     """Read the config.json of a hub id or a folder. Raises whatever transformers does, as
-    ``loadable``, and InputError for far too many layers (``model-too-deep``).
+    ``load_arguments``, and InputError for far too many layers (``model-too-deep``).
     """
     from transformers import AutoConfig
 
     folder = Path(resolve_source(model.id))
     refuse_pointers((folder / "config.json",), "model.id", model.id)
-    result: PretrainedConfig = AutoConfig.from_pretrained(**loadable(model))
+    result: PretrainedConfig = AutoConfig.from_pretrained(**load_arguments(model))
     _refuse_deep(result.to_dict(), model)
     return without_hub_kernels(result)
 

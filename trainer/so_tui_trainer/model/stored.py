@@ -21,6 +21,7 @@ from so_tui.spec.errors import reject
 from so_tui.trust.decoding import LARGEST_FILE_BYTES
 from so_tui.trust.files import open_descriptor, read_bounded
 from so_tui.units import disk_size
+from so_tui_trainer.foreign import is_own
 from so_tui_trainer.pointers import refuse_pointers
 
 DTYPES = {
@@ -124,23 +125,40 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def shards(folder: Path) -> list[str]:
-    """Return the names of the weight files: the single file, else those of the index, else any."""
+    """Return the names of the weight files: the single file, else those of the index, else any.
+    Raises InputError if one is elsewhere (``weights-elsewhere``).
+    """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole.name]
-    if index.is_file():
+    pattern = whole.name if whole.is_file() else "*.safetensors"
+    names = sorted(path.name for path in folder.glob(pattern))
+    if index.is_file() and not whole.is_file():
         refuse_pointers((index,), "model.id", str(folder))
         names = sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
-        if elsewhere := [name for name in names if name.startswith("/") or ".." in name]:
-            raise reject(
-                "weights-elsewhere",
-                "model.id",
-                str(folder),
-                f"{index.name} names a file outside the folder ({elsewhere[0]})",
-                "Do not use this model, or copy its files into a folder of your own.",
-            )
-        return names
-    return sorted(path.name for path in folder.glob("*.safetensors"))
+    if elsewhere := [name for name in names if _is_elsewhere(folder, name)]:
+        raise reject(
+            "weights-elsewhere",
+            "model.id",
+            str(folder),
+            f"names a file outside the folder ({elsewhere[0]}), by its index or by a link of "
+            "another user's",
+            "Do not use this model, or copy its files into a folder of your own.",
+        )
+    return names
+
+
+def _is_elsewhere(folder: Path, name: str) -> bool:
+    """Return whether a name leads out of a folder, or, where others can write, a link leads to what
+    is not theirs.
+    """
+    # The hub's cache has the content of a snapshot's files elsewhere in the repository's folder.
+    root = (folder.parents[1] if folder.parent.name == "snapshots" else folder).resolve()
+    path = (folder / name).resolve()
+    of_another = path.exists() and path.stat().st_uid != root.stat().st_uid
+    return (
+        name.startswith("/")
+        or ".." in name
+        or (of_another and not path.is_relative_to(root) and not is_own(folder))
+    )
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:

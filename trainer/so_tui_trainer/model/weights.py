@@ -31,7 +31,7 @@ from so_tui.units import plural, thousands
 from so_tui_trainer.foreign import own_entry
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
-from so_tui_trainer.remote_code import code_of
+from so_tui_trainer.remote_code import build_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,7 +87,7 @@ def constructed(
         config,
         dtype=torch.bfloat16,
         attn_implementation=implementation,
-        **code_of(config),
+        **build_arguments(config),
     )
     return result
 

@@ -80,23 +80,40 @@ def _problem(error: BaseException) -> Problem:
     """Return the problem of an error that names none itself."""
     where = next(iter(getattr(error, "__notes__", ())), f"tools.{Path(sys.argv[0]).stem}")
     if isinstance(error, SoTuiError | OffloadError):
-        name = error.code if isinstance(error, OffloadError) and error.code else "error"
-        return Problem(name, where, "", str(error).removesuffix("."), "")
+        return Problem(
+            (isinstance(error, OffloadError) and error.code) or "error",
+            where,
+            "",
+            str(error).removesuffix("."),
+            "",
+        )
     if isinstance(error, MemoryError) or any(words in str(error) for words in ALLOCATION_FAILED):
-        message = "needs more memory than the system gives"
-        remedy = "Correct or remove it, or free some memory."
-        return Problem("helper-out-of-memory", where, "", message, remedy)
+        return Problem(
+            "helper-out-of-memory",
+            where,
+            "",
+            "needs more memory than the system gives",
+            "Correct or remove it, or free some memory.",
+        )
     if isinstance(error, RecursionError):
         return Problem(
             "helper-too-deep", where, "", "is nested too deeply", "Correct or remove it."
         )
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        message = "would write a file beyond the largest size allowed"
-        remedy = "Raise the limit of this shell or job (`ulimit -f`)."
-        return Problem("file-size-limit", where, "", message, remedy)
-    message = f"fails ({type(error).__name__}: {first_line(error)})"
-    remedy = "Correct or remove it; `so-tui --verbose` with the same command shows where it fails."
-    return Problem("helper-failed", where, "", message, remedy)
+        return Problem(
+            "file-size-limit",
+            where,
+            "",
+            "would write a file beyond the largest size allowed",
+            "Raise the limit of this shell or job (`ulimit -f`).",
+        )
+    return Problem(
+        "helper-failed",
+        where,
+        "",
+        f"fails ({type(error).__name__}: {first_line(error)})",
+        "Correct or remove it; `so-tui --verbose` with the same command shows where it fails.",
+    )
 
 
 def changed(
@@ -212,13 +229,14 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     if found is None:
         if (missing := missing_checkpoints(run, spec, read_state(run))) is not None:
             raise InputError([missing])
-        command = so_tui_command("resume", run.name, "--set", "checkpoint.at_end=true")
         raise reject(
             "checkpoint-missing",
             "run",
             run.name,
             "has no checkpoint yet",
             "It saves one on stop, every `checkpoint.every_steps` or `every_minutes`, and at its "
-            f"end. If it has ended without: `{command}`, and more `train.steps` if it finished.",
+            f"end. If it has ended without: "
+            f"`{so_tui_command('resume', run.name, '--set', 'checkpoint.at_end=true')}`, and more "
+            "`train.steps` if it finished.",
         )
     return found

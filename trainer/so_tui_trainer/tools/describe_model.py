@@ -38,7 +38,7 @@ from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.pointers import is_pointer
-from so_tui_trainer.remote_code import code_of, explained
+from so_tui_trainer.remote_code import build_arguments, explained
 from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -127,7 +127,7 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         for name in ((names,) if isinstance(names, str) else names)
     }
-    own_code = code_of(config)["trust_remote_code"] and "AutoModelForCausalLM" in (
+    own_code = build_arguments(config)["trust_remote_code"] and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
     if own_code:

@@ -146,13 +146,15 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
         models["base"] = export.of_folder(weights.weights_folder(base), base)
         known.append(_facts("base", models["base"], base.id, None))
     chat = chat_of(load_tokenizer(model if load.run else ModelSpec(id=load.folder)))
-    device = export.chosen_device(load.device, sum(each.parameters for each in known))
+    parameters = sum(each.parameters for each in known)
+    device = export.chosen_device(load.device, parameters)
     stop = stop_tokens(chat, tuned.generation_config)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base
     # model may know neither.
-    writers: Writers = {
-        side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
-    }
+    with limited(f"the weights of {' and '.join(each.name for each in known)}", 4 * parameters):
+        writers: Writers = {
+            side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
+        }
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     yield Loaded(models=tuple(known), device=device_name, layout=chat.name)
     return writers

@@ -63,8 +63,7 @@ def main(request: Fields, where: str = "cuda:0") -> None:
     device = torch.device(where)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    answer = measure(request, device)
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(measure(request, device)), flush=True)
     os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
 
 

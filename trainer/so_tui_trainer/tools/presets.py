@@ -95,8 +95,7 @@ def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
             "Write it as a section: [model.config] and its keys below.",
             file=str(path),
         )
-    section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
-    return f"{own}\n\n{section}"
+    return f"{own}\n\n" + tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
 
 
 def main() -> int:
