@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -23,6 +24,28 @@ class Found(Struct, frozen=True, array_like=True):
         return Found(self.rows + other.rows, first.first, first.detail)
 
 
+class Dropped(Struct, frozen=True, array_like=True):
+    """Rows that nothing is trained of, for one reason."""
+
+    rows: int
+    first: tuple[int, ...]
+    """The first rows, from 1."""
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(self.rows + other.rows, (*self.first, *other.first)[:NAMED_ROWS])
+
+
+NAMED_ROWS = 5
+"""Dropped rows that are named for each reason."""
+DropReason = Literal["no-answer", "prompt-too-long", "nothing-trained", "unproven"]
+_DROPPED: dict[DropReason, str] = {
+    "no-answer": "there is no answer",
+    "prompt-too-long": "the prompt alone fills a sequence",
+    "nothing-trained": "no token is trained within a sequence",
+    "unproven": "which tokens the model is to write is not certain",
+}
+Outcome = Literal["trained", "context", "left out", "refused"]
+"""What happens to what a kind names."""
 UNPROVEN = "unproven"
 """Kind of a row with an answer whose tokens are not certain."""
 _SENTENCES = {
@@ -46,6 +69,36 @@ _SENTENCES = {
     ),
     UNPROVEN: "which tokens the model is to write is not certain in {rows}: {detail}",
 }
+
+
+_OUTCOMES: dict[str, Outcome] = {
+    "reasoning-composed": "trained",
+    "turns-split": "trained",
+    "turns-context": "context",
+    "templated": "trained",
+}
+"""Those of kinds that are not left out."""
+
+
+def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
+    """Return what happens to what a kind names, with this value of ``data.unproven``."""
+    if kind == UNPROVEN:
+        return "refused" if unproven == "refuse" else "context"
+    return _OUTCOMES.get(kind, "left out")
+
+
+def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
+    """Return a sentence for each reason, with the first rows."""
+    return [
+        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: "
+        f"{', '.join(map(thousands, one.first))}{' ...' if one.rows > len(one.first) else ''}"
+        for reason, one in sorted(dropped.items())
+    ]
+
+
+def why_dropped(reason: DropReason) -> str:
+    """Return a reason in words."""
+    return _DROPPED[reason]
 
 
 def sentences(found: Mapping[str, Found]) -> list[str]:

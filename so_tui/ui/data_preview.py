@@ -116,10 +116,9 @@ def _legend(*, marks: bool) -> Content:
 def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
     source = f" of {one.source}" if len(preview.sources) > 1 else ""
-    tokens = f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained"
     return Content.assemble(
         (f"row {thousands(one.row)}{source}", "bold"),
-        (f"{tokens}\n", "$faint"),
+        (f"   {one.counted}\n", "$faint"),
         *(_piece(text, trained=trained, marks=marks) for text, trained in one.visible),
     )
 
