@@ -225,14 +225,19 @@ class Sample(Struct, frozen=True):
     """Trained tokens of each answer, in order."""
     dropped: DropReason | Literal[""] = ""
     """Why the row has no document; empty where it has."""
+    document: int = 1
+    """Which of the row's documents this is, where all of them are shown."""
+    documents: int = 1
 
     @property
     def counted(self) -> str:
-        """Its tokens in words: ``80 tokens, 12 trained (5 + 7)``."""
+        """Its tokens in words: ``document 1 of 2: 80 tokens, 12 trained (5 + 7)``."""
         if self.dropped:
             return f"dropped: {why_dropped(self.dropped)}"
         each = f" ({' + '.join(map(thousands, self.answers))})" if len(self.answers) > 1 else ""
-        return f"{thousands(self.tokens)} tokens, {thousands(self.trained_tokens)} trained{each}"
+        which = f"document {self.document} of {self.documents}: " if self.documents > 1 else ""
+        counts = f"{thousands(self.tokens)} tokens, {thousands(self.trained_tokens)} trained"
+        return f"{which}{counts}{each}"
 
     @property
     def visible(self) -> Iterator[tuple[str, bool]]:

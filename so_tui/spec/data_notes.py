@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.spec.errors import InputError, reject
 from so_tui.units import plural, thousands
 
 
@@ -94,6 +95,17 @@ def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
         f"{', '.join(map(thousands, one.first))}{' ...' if one.rows > len(one.first) else ''}"
         for reason, one in sorted(dropped.items())
     ]
+
+
+def row_missing(number: str, most: int) -> InputError:
+    """Return the error about a row that data of ``most`` rows do not have."""
+    return reject(
+        "data-row-missing",
+        "--row",
+        number,
+        f"the data have {plural(most, 'row')}",
+        "Name a row from 1 to that number.",
+    )
 
 
 def why_dropped(reason: DropReason) -> str:

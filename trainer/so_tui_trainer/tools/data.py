@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from so_tui.spec import RunSpec, check_tree
-from so_tui.spec.data_notes import UNPROVEN, outcome
-from so_tui.spec.errors import reject
-from so_tui.units import plural, thousands
+from so_tui.spec.data_notes import UNPROVEN, outcome, row_missing
+from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, changed, serve
 
@@ -149,17 +148,16 @@ def _numbered(
 
     for number in numbers:
         if number > (most := max(part.counts.rows for part in documents.parts)):
-            raise reject(
-                "data-row-missing",
-                "--row",
-                str(number),
-                f"the data have {plural(most, 'row')}",
-                "Name a row from 1 to that number.",
-            )
+            raise row_missing(str(number), most)
         for index, (first, end) in enumerate(pairwise(documents.source_starts)):
             part = documents.parts[index]
             found = first + np.flatnonzero(documents.rows[first:end] == number)
-            yield from (_sample(documents, tokenizer, int(document)) for document in found)
+            for at, document in enumerate(found.tolist(), 1):
+                yield {
+                    **_sample(documents, tokenizer, document),
+                    "document": at,
+                    "documents": len(found),
+                }
             if not len(found) and number <= part.counts.rows:
                 opened = open_sources(spec.data)[index]
                 encoder = encoder_for(chat_of(tokenizer), spec.data)
