@@ -5,6 +5,7 @@ starts.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
     from so_tui.launch.helper_jobs import DataCheck, DataPreview, Sample
 
@@ -98,11 +100,8 @@ def _print_verdict(out: Console, check: DataCheck) -> None:
         for kind in source.kinds:
             table.add_row(thousands(kind.rows), thousands(kind.first), kind.outcome, kind.sentence)
         for reason, one in sorted(source.dropped_rows.items()):
-            table.add_row(
-                *(thousands(one.rows), thousands(one.first[0]), "dropped"),
-                f"{why_dropped(reason)}: {', '.join(map(thousands, one.first))}"
-                f"{' ...' if one.rows > len(one.first) else ''}",
-            )
+            first, why = thousands(one.first[0]), f"{why_dropped(reason)}: row {one.named}"
+            table.add_row(thousands(one.rows), first, "dropped", why)
         out.print(table, "")
     for warning in check.warnings:
         out.print(Text(f"! {warning}", style="yellow"))
@@ -120,6 +119,7 @@ def _print(out: Console, preview: DataPreview) -> None:
         "",
         _facts(preview),
         *(("", _sources(preview)) if len(preview.sources) > 1 else ()),
+        *_unused(preview),
         "",
         Text("documents by length in tokens", style="bold"),
         _histogram(preview),
@@ -171,6 +171,16 @@ def _sources(preview: DataPreview) -> RenderableType:
             f"{source.times_an_epoch:.1f} x",
         )
     return table
+
+
+def _unused(preview: DataPreview) -> Iterator[Text]:
+    """Yield a line for each source with unused columns."""
+    from rich.text import Text
+
+    for source in preview.sources:
+        if source.unused:
+            name = f"{source.source}: " if len(preview.sources) > 1 else ""
+            yield Text(printable_line(name + source.unused), style="dim")
 
 
 def _histogram(preview: DataPreview) -> RenderableType:

@@ -44,6 +44,7 @@ from so_tui.spec.data_notes import (
     Found,
     Outcome,
     dropped_sentences,
+    sentence,
     sentences,
     why_dropped,
 )
@@ -275,6 +276,10 @@ class _Tally(Struct, frozen=True, kw_only=True):
     """Dropped rows by reason."""
 
 
+_MOST_COLUMNS = 20
+"""Unused columns that are named."""
+
+
 class SourceView(_Tally, frozen=True, kw_only=True):
     """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its
     documents ``times_an_epoch``.
@@ -285,6 +290,15 @@ class SourceView(_Tally, frozen=True, kw_only=True):
     weight: float
     share: float
     times_an_epoch: float
+    unused_columns: tuple[str, ...] = ()
+    """Columns that its layout does not read."""
+
+    @property
+    def unused(self) -> str:
+        """The first of these columns, in a sentence; empty without any."""
+        named = ", ".join(self.unused_columns[:_MOST_COLUMNS])
+        more = len(self.unused_columns) - _MOST_COLUMNS
+        return f"unused columns: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
 
 
 class Held(Struct, frozen=True):
@@ -325,9 +339,9 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         return [
             *self.warnings,
             *(
-                f"{part.source}: {sentence}"
+                f"{part.source}: {said}"
                 for part in self.sources
-                for sentence in (*sentences(part.kinds), *dropped_sentences(part.dropped_rows))
+                for said in (*sentences(part.kinds), *dropped_sentences(part.dropped_rows))
             ),
         ]
 
@@ -422,8 +436,7 @@ class KindVerdict(Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        (text,) = sentences({self.kind: Found(self.rows, self.first, self.detail)})
-        return text
+        return sentence(self.kind, self.detail, "these rows")
 
 
 class SourceVerdict(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.spec.errors import InputError, reject
+from so_tui.trust.text import printable_line
 from so_tui.units import plural, thousands
 
 
@@ -32,6 +33,12 @@ class Dropped(Struct, frozen=True, array_like=True):
     first: tuple[int, ...]
     """The first rows, from 1."""
 
+    @property
+    def named(self) -> str:
+        """The first rows in words: ``2, 7, 9 ...``."""
+        more = " ..." if self.rows > len(self.first) else ""
+        return f"{', '.join(map(thousands, self.first))}{more}"
+
     def __add__(self, other: Dropped) -> Dropped:
         return Dropped(self.rows + other.rows, (*self.first, *other.first)[:NAMED_ROWS])
 
@@ -49,6 +56,8 @@ Outcome = Literal["trained", "context", "left out", "refused"]
 """What happens to what a kind names."""
 UNPROVEN = "unproven"
 """Kind of a row with an answer whose tokens are not certain."""
+UNKNOWN_KEY = "unknown-key"
+"""Prefix of the kind of a row with an unknown key; a colon and the key follow."""
 _SENTENCES = {
     "system-dropped": "the template leaves out the system's or developer's text of {rows}",
     "tools-dropped": "the template leaves out the descriptions of tools of {rows}",
@@ -67,6 +76,12 @@ _SENTENCES = {
     "turns-context": (
         "the template writes earlier answers of {rows} in another form than the model does; they "
         "are context, not trained (`data.split_turns=true` trains them)"
+    ),
+    "templated": (
+        "the prompt of {rows} has the chat template already; these rows are trained as they are"
+    ),
+    "system-replaced": (
+        "the system text of {rows} lists the tools; the template's own list takes its place"
     ),
     UNPROVEN: "which tokens the model is to write is not certain in {rows}: {detail}",
 }
@@ -91,8 +106,7 @@ def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
 def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
     """Return a sentence for each reason, with the first rows."""
     return [
-        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: "
-        f"{', '.join(map(thousands, one.first))}{' ...' if one.rows > len(one.first) else ''}"
+        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: row {one.named}"
         for reason, one in sorted(dropped.items())
     ]
 
@@ -116,9 +130,21 @@ def why_dropped(reason: DropReason) -> str:
 def sentences(found: Mapping[str, Found]) -> list[str]:
     """Return a sentence for each kind."""
     return [
-        _SENTENCES.get(kind, f"{kind}: {{rows}}").format(
-            rows=f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})",
-            detail=one.detail,
+        sentence(
+            kind, one.detail, f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})"
         )
         for kind, one in sorted(found.items())
     ]
+
+
+def sentence(kind: str, detail: str, rows: str) -> str:
+    """Return what a kind means, said of ``rows``."""
+    return _wording(kind).format(rows=rows, detail=detail)
+
+
+def _wording(kind: str) -> str:
+    name, colon, key = kind.partition(":")
+    if colon and name == UNKNOWN_KEY:
+        shown = printable_line(key).replace("{", "{{").replace("}", "}}")
+        return f"turns in {{rows}} have the unknown key `{shown}`"
+    return _SENTENCES.get(kind, f"{kind}: {{rows}}")
