@@ -100,13 +100,15 @@ def _print_verdict(out: Console, check: DataCheck) -> None:
         for kind in source.kinds:
             table.add_row(thousands(kind.rows), thousands(kind.first), kind.outcome, kind.sentence)
         for reason, one in sorted(source.dropped_rows.items()):
-            first, why = thousands(one.first[0]), f"{why_dropped(reason)}: row {one.named}"
+            first, why = thousands(one.first[0]), f"{why_dropped(reason)}: {one.named}"
             table.add_row(thousands(one.rows), first, "dropped", why)
         out.print(table, "")
     for warning in check.warnings:
         out.print(Text(f"! {warning}", style="yellow"))
     if check.refused:
         out.print(Text("refused: some answers are not proven (data.unproven = refuse)", "bold red"))
+    elif empty := [source.source for source in check.sources if not source.documents]:
+        out.print(Text(f"nothing is trained of {', '.join(empty)}", "bold red"))
     else:
         out.print(Text("these data can be trained on", "bold green"))
 

@@ -1139,7 +1139,7 @@ class Note(Fact):
 
 
 class DataFound(Fact):
-    """What of the rows was not trained as they have it when they were last prepared."""
+    """A kind of rows that the same data had when they were last prepared."""
 
     kind: str
     """As ``so_tui.spec.data_notes`` names it."""

@@ -35,9 +35,9 @@ class Dropped(Struct, frozen=True, array_like=True):
 
     @property
     def named(self) -> str:
-        """The first rows in words: ``2, 7, 9 ...``."""
+        """The first rows in words: ``rows 2, 7, 9 ...``."""
         more = " ..." if self.rows > len(self.first) else ""
-        return f"{', '.join(map(thousands, self.first))}{more}"
+        return f"row{'s' if self.rows > 1 else ''} {', '.join(map(thousands, self.first))}{more}"
 
     def __add__(self, other: Dropped) -> Dropped:
         return Dropped(self.rows + other.rows, (*self.first, *other.first)[:NAMED_ROWS])
@@ -93,7 +93,7 @@ _OUTCOMES: dict[str, Outcome] = {
     "turns-context": "context",
     "templated": "trained",
 }
-"""Those of kinds that are not left out."""
+"""By kind; all other kinds are left out."""
 
 
 def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
@@ -106,7 +106,7 @@ def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
 def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
     """Return a sentence for each reason, with the first rows."""
     return [
-        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: row {one.named}"
+        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: {one.named}"
         for reason, one in sorted(dropped.items())
     ]
 
@@ -115,7 +115,7 @@ def row_missing(number: str, most: int) -> InputError:
     """Return the error about a row that data of ``most`` rows do not have."""
     return reject(
         "data-row-missing",
-        "--row",
+        "row",
         number,
         f"the data have {plural(most, 'row')}",
         "Name a row from 1 to that number.",

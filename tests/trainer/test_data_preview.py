@@ -180,7 +180,7 @@ def test_any_row_is_shown_with_all_its_documents(tmp_path: Path, templated: str)
     assert shown[3].trained_tokens == first + second
     assert f"({first} + {second})" in shown[3].counted
     problem = refusal(lambda: told(spec, numbers=[5]))
-    assert (problem.code, problem.field, problem.value) == ("data-row-missing", "--row", "5")
+    assert (problem.code, problem.field, problem.value) == ("data-row-missing", "row", "5")
 
 
 def test_only_the_first_dropped_rows_are_named(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_only_the_first_dropped_rows_are_named(tmp_path: Path) -> None:
     assert preview.dropped_rows == {
         "no-answer": Dropped(NAMED_ROWS + 3, tuple(range(2, 2 + NAMED_ROWS)))
     }
-    assert preview.notes[-1].endswith(": 2, 3, 4, 5, 6 ...")
+    assert preview.notes[-1].endswith(": rows 2, 3, 4, 5, 6 ...")
 
 
 def test_a_plan_names_what_was_found_in_the_same_data(tmp_path: Path, templated: str) -> None:
