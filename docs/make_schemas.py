@@ -19,7 +19,7 @@ from so_tui.commands.presets import AddedPreset, Presets
 from so_tui.commands.run import StartedRun
 from so_tui.commands.runs import ComparedRuns, Runs
 from so_tui.commands.settings import ShownSettings
-from so_tui.launch.helper_jobs import DataPreview
+from so_tui.launch.helper_jobs import DataCheck, DataPreview
 from so_tui.launch.show import ShownLaunch
 from so_tui.launch.slurm.script import Site
 from so_tui.machine.types import Machine
@@ -45,6 +45,7 @@ _TYPES = {
     "preset": RunSpec,
     "presets-add": AddedPreset,
     "data": DataPreview,
+    "data-check": DataCheck,
     "run-detach": StartedRun,
     "runs": Runs,
     "compare": ComparedRuns,

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 from so_tui.commands.common import ProgressLine, chosen_spec, plain_table, print_json, print_note
 from so_tui.runs import find_run
 from so_tui.spec import spec_tree
+from so_tui.spec.data_notes import why_dropped
 from so_tui.trust.streams import console
 from so_tui.trust.text import printable_line, so_tui_command
-from so_tui.units import thousands
+from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from so_tui.launch.helper_jobs import DataPreview, Sample
+    from so_tui.launch.helper_jobs import DataCheck, DataPreview, Sample
 
 
 # ``convert``: checkpoints from and to DeepSpeed.
@@ -53,28 +54,63 @@ def convert(arguments: Namespace) -> int:
 
 
 _BAR = 40
+_ROWS = 3
+"""Rows that are shown unless others are asked for."""
 _SHADES = "█▒"
 """Neighbouring documents of a sequence, which must differ without colour too."""
 
 
 def data(arguments: Namespace) -> int:
     """Print the counts of the data set and a few rows as the model sees them, with trained tokens
-    marked.
+    marked; or, with ``--check``, what happens to the rows of each kind.
+
+    Returns:
+        1 if rows were checked and are refused.
     """
-    from so_tui.launch.helper_jobs import Progress, preview_data
+    from so_tui.launch.helper_jobs import DataCheck, Progress, check_data, preview_data
 
     spec = chosen_spec(arguments)
     progress = ProgressLine(shown=not arguments.json)
-    for event in preview_data(spec, arguments.rows):
+    numbers = arguments.row
+    rows = arguments.rows if arguments.rows is not None else 0 if numbers else _ROWS
+    events = check_data(spec) if arguments.check else preview_data(spec, rows, numbers=numbers)
+    refused = False
+    for event in events:
         if isinstance(event, Progress):
             progress.show(f"{event.message} …")
             continue
         progress.clear()
         if arguments.json:
             print_json(event)
+        elif isinstance(event, DataCheck):
+            _print_verdict(console(), event)
         else:
             _print(console(), event)
-    return 0
+        refused = isinstance(event, DataCheck) and event.refused
+    return int(refused)
+
+
+def _print_verdict(out: Console, check: DataCheck) -> None:
+    from rich.text import Text
+
+    for source in check.sources:
+        out.print(Text(f"{source.source}: {source.format}, {plural(source.rows, 'row')}", "bold"))
+        table = plain_table("rows", "first", "what happens", "what", right=("rows", "first"))
+        table.add_row(thousands(source.proven), "", "trained", "every answer is proven")
+        for kind in source.kinds:
+            table.add_row(thousands(kind.rows), thousands(kind.first), kind.outcome, kind.sentence)
+        for reason, one in sorted(source.dropped_rows.items()):
+            first, why = thousands(one.first[0]), f"{why_dropped(reason)}: {one.named}"
+            table.add_row(thousands(one.rows), first, "dropped", why)
+        out.print(table, "")
+    for warning in check.warnings:
+        out.print(Text(f"! {warning}", style="yellow"))
+    if check.refused:
+        out.print(Text("refused: some answers are not proven (data.unproven = refuse)", "bold red"))
+    elif empty := [source.source for source in check.sources if not source.documents]:
+        out.print(Text(f"nothing is trained of {', '.join(empty)}", "bold red"))
+    else:
+        out.print(Text("these data can be trained on", "bold green"))
 
 
 def _print(out: Console, preview: DataPreview) -> None:
@@ -180,9 +216,7 @@ def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
 
 def _heading(sample: Sample, named: bool) -> str:
     where = f"row {sample.row} of {sample.source}" if named else f"row {sample.row}"
-    return (
-        f"{where}   {thousands(sample.tokens)} tokens, {thousands(sample.trained_tokens)} trained"
-    )
+    return f"{where}   {sample.counted}"
 
 
 def _coloured(sample: Sample, plain: bool) -> RenderableType:

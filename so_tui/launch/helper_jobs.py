@@ -37,7 +37,17 @@ from so_tui.spec import (
 )
 from so_tui.spec.check import exists, is_folder, path_fault
 from so_tui.spec.consents import NOT_TRUSTED, Code
-from so_tui.spec.data_notes import Found, sentences
+from so_tui.spec.data_notes import (
+    UNPROVEN,
+    Dropped,
+    DropReason,
+    Found,
+    Outcome,
+    dropped_sentences,
+    sentence,
+    sentences,
+    why_dropped,
+)
 from so_tui.spec.errors import SoTuiError, refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.model_table import layer_kinds, packing_problem
@@ -212,6 +222,23 @@ class Sample(Struct, frozen=True):
     tokens: int
     trained_tokens: int
     pieces: tuple[tuple[str, bool], ...]
+    answers: tuple[int, ...] = ()
+    """Trained tokens of each answer, in order."""
+    dropped: DropReason | Literal[""] = ""
+    """Why the row has no document; empty where it has."""
+    document: int = 1
+    """Which of the row's documents this is, where all of them are shown."""
+    documents: int = 1
+
+    @property
+    def counted(self) -> str:
+        """Its tokens in words: ``document 1 of 2: 80 tokens, 12 trained (5 + 7)``."""
+        if self.dropped:
+            return f"dropped: {why_dropped(self.dropped)}"
+        each = f" ({' + '.join(map(thousands, self.answers))})" if len(self.answers) > 1 else ""
+        which = f"document {self.document} of {self.documents}: " if self.documents > 1 else ""
+        counts = f"{thousands(self.tokens)} tokens, {thousands(self.trained_tokens)} trained"
+        return f"{which}{counts}{each}"
 
     @property
     def visible(self) -> Iterator[tuple[str, bool]]:
@@ -243,8 +270,10 @@ class _Tally(Struct, frozen=True, kw_only=True):
     dropped: int
     dropped_too_long: int
     cut: int
-    kinds: dict[str, Found]
+    kinds: dict[str, Found] = {}
     """What is not trained as the rows have it."""
+    dropped_rows: dict[DropReason, Dropped] = {}
+    """Dropped rows by reason."""
 
 
 _MOST_COLUMNS = 20
@@ -305,7 +334,16 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
     @property
     def notes(self) -> list[str]:
         """What to know of the data, in sentences."""
-        return [*self.warnings, *sentences(self.kinds)]
+        if len(self.sources) == 1:
+            return [*self.warnings, *sentences(self.kinds), *dropped_sentences(self.dropped_rows)]
+        return [
+            *self.warnings,
+            *(
+                f"{part.source}: {said}"
+                for part in self.sources
+                for said in (*sentences(part.kinds), *dropped_sentences(part.dropped_rows))
+            ),
+        ]
 
     @property
     def how(self) -> str:
@@ -316,9 +354,6 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         """Return name, figure and meaning of each count."""
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
-        count = thousands(self.dropped_too_long)
-        too_long = f", {count} of them because the prompt alone fills a sequence"
-        dropped = f"rows without a trained token{too_long if self.dropped_too_long else ''}"
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
@@ -342,7 +377,7 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
             ("truncated", self.truncated, "rows longer than a sequence, which lose their end"),
-            ("dropped", self.dropped, dropped),
+            ("dropped", self.dropped, "rows without a trained token"),
             ("cut", self.cut, "rows of plain text that became several documents"),
         ]
         return [
@@ -389,20 +424,82 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         ]
 
 
-prepare(Progress, DataPreview)
+class KindVerdict(Struct, frozen=True, kw_only=True):
+    """What happens to what a kind names."""
+
+    kind: str
+    rows: int
+    first: int
+    """The first row, from 1."""
+    outcome: Outcome
+    detail: str
+
+    @property
+    def sentence(self) -> str:
+        return sentence(self.kind, self.detail, "these rows")
+
+
+class SourceVerdict(Struct, frozen=True, kw_only=True):
+    """What happens to the rows of a source."""
+
+    source: str
+    format: str
+    rows: int
+    documents: int
+    truncated: int
+    kinds: tuple[KindVerdict, ...]
+    dropped_rows: dict[DropReason, Dropped]
+
+    @property
+    def proven(self) -> int:
+        """Rows whose answers are all proven."""
+        unproven = sum(kind.rows for kind in self.kinds if kind.kind == UNPROVEN)
+        answerless = (one.rows for why, one in self.dropped_rows.items() if why != UNPROVEN)
+        return max(0, self.rows - unproven - sum(answerless))
+
+
+class DataCheck(Struct, frozen=True, kw_only=True):
+    """The verdict on all rows. ``refused``: some are not proven, and ``data.unproven`` refuses."""
+
+    layout: str
+    loss: str
+    refused: bool
+    sources: tuple[SourceVerdict, ...]
+    warnings: tuple[str, ...]
+
+
+prepare(Progress, DataPreview, DataCheck)
 
 
 def preview_data(
-    spec: RunSpec, rows: int, cancel: threading.Event | None = None
+    spec: RunSpec,
+    rows: int,
+    cancel: threading.Event | None = None,
+    *,
+    numbers: Sequence[int] = (),
 ) -> Iterator[Progress | DataPreview]:
-    """Yield progress, then the preview with ``rows`` sample rows.
+    """Yield progress, then the preview with the rows of these numbers, and the first ``rows``.
 
     A cancelled preview just ends. Raises the errors of ``stream_tool``.
     """
-    request = {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}
+    request = {
+        "spec": spec_tree(with_absolute_paths(spec)),
+        "rows": rows,
+        "numbers": list(numbers),
+    }
     for answer in stream_tool("data", request, cancel):
         if answer.get("done"):
             yield msgspec.convert(answer, DataPreview)
+        else:
+            yield msgspec.convert(answer, Progress)
+
+
+def check_data(spec: RunSpec) -> Iterator[Progress | DataCheck]:
+    """Yield progress, then the verdict. Raises the errors of ``stream_tool``."""
+    request = {"spec": spec_tree(with_absolute_paths(spec)), "check": True}
+    for answer in stream_tool("data", request):
+        if answer.get("done"):
+            yield msgspec.convert(answer, DataCheck)
         else:
             yield msgspec.convert(answer, Progress)
 

@@ -18,6 +18,7 @@ from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Network
 from so_tui.plan.rates import ALIKE, network_rate_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
+from so_tui.spec.data_notes import Found, sentences
 from so_tui.spec.errors import Problem
 from so_tui.spec.run_spec import Mode, Policy, StatesFormat
 from so_tui.trust.text import printable_line
@@ -1137,6 +1138,24 @@ class Note(Fact):
     words = "{text}"
 
 
+class DataFound(Fact):
+    """A kind of rows that the same data had when they were last prepared."""
+
+    kind: str
+    """As ``so_tui.spec.data_notes`` names it."""
+    rows: int
+    first: int
+    """The first row, from 1."""
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        (text,) = sentences({self.kind: Found(self.rows, self.first, self.detail)})
+        return text
+
+    words = "data: {sentence:line}"
+
+
 class MoreGpusKeepMargin(Fact):
     gpus: int
 
@@ -1160,6 +1179,7 @@ Caution = (
     | LargerSteps
     | GpuMemoryUnknown
     | Note
+    | DataFound
     | MoreGpusKeepMargin
 )
 

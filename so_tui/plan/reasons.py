@@ -21,6 +21,7 @@ from so_tui.plan.notes import (
     CheckpointingChosen,
     Choice,
     ClippingWaits,
+    DataFound,
     DeepSpeedNvidiaOnly,
     Dropout,
     DropoutOff,
@@ -52,6 +53,7 @@ from so_tui.plan.notes import (
 from so_tui.plan.rates import about_as_fast, surely_faster
 from so_tui.plan.resources import Resources, attention_of, not_shareable
 from so_tui.plan.search import compact_states, with_micro_batch, with_policy
+from so_tui.plan.workload import seen
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.model_table import dropouts, layer_kinds, mixing_kinds
 from so_tui.spec.run_spec import Mode, RunSpec, is_indexer
@@ -296,6 +298,9 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
         yield GpuMemoryUnknown()
     if not resources.has_gpu and (parameters := target.profile.parameters) > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=parameters)
+    if (known := seen(spec)) is not None:
+        for kind, one in sorted(known.kinds.items()):
+            yield DataFound(kind=kind, rows=one.rows, first=one.first, detail=one.detail)
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
     if masked and not spec.data.packing:
         rows = target.workload.row_share(spec.train.micro_batch)

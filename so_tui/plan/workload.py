@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from so_tui.folders import state_home
 from so_tui.spec.check import exists, write_atomic
+from so_tui.spec.data_notes import Found
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, read_json
 from so_tui.trust.folders import make_folders
@@ -94,6 +95,8 @@ class Seen(Struct, frozen=True, kw_only=True):
     fingerprint: str
     """Of the tokenised data: it differs for other rows under the same name."""
     workload: Workload
+    kinds: dict[str, Found] = {}
+    """What is not trained as the rows have it."""
 
 
 prepare(Seen)
@@ -109,7 +112,10 @@ def _path_of(spec: RunSpec) -> Path:
         for part in data.sources
     ]
     tokenizer = _absolute(model.tokenizer or model.id)
-    decisive = [sources, data.loss, data.sequence_length, data.packing, tokenizer, model.revision]
+    decisive = [
+        *(sources, data.loss, data.split_turns, data.sequence_length, data.packing),
+        *(tokenizer, model.revision),
+    ]
     return (
         state_home()
         / "data"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.spec.errors import InputError, reject
 from so_tui.trust.text import printable_line
 from so_tui.units import plural, thousands
 
@@ -24,6 +26,34 @@ class Found(Struct, frozen=True, array_like=True):
         return Found(self.rows + other.rows, first.first, first.detail)
 
 
+class Dropped(Struct, frozen=True, array_like=True):
+    """Rows that nothing is trained of, for one reason."""
+
+    rows: int
+    first: tuple[int, ...]
+    """The first rows, from 1."""
+
+    @property
+    def named(self) -> str:
+        """The first rows in words: ``rows 2, 7, 9 ...``."""
+        more = " ..." if self.rows > len(self.first) else ""
+        return f"row{'s' if self.rows > 1 else ''} {', '.join(map(thousands, self.first))}{more}"
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(self.rows + other.rows, (*self.first, *other.first)[:NAMED_ROWS])
+
+
+NAMED_ROWS = 5
+"""Dropped rows that are named for each reason."""
+DropReason = Literal["no-answer", "prompt-too-long", "nothing-trained", "unproven"]
+_DROPPED: dict[DropReason, str] = {
+    "no-answer": "there is no answer",
+    "prompt-too-long": "the prompt alone fills a sequence",
+    "nothing-trained": "no token is trained within a sequence",
+    "unproven": "which tokens the model is to write is not certain",
+}
+Outcome = Literal["trained", "context", "left out", "refused"]
+"""What happens to what a kind names."""
 UNPROVEN = "unproven"
 """Kind of a row with an answer whose tokens are not certain."""
 UNKNOWN_KEY = "unknown-key"
@@ -57,18 +87,62 @@ _SENTENCES = {
 }
 
 
+_OUTCOMES: dict[str, Outcome] = {
+    "reasoning-composed": "trained",
+    "turns-split": "trained",
+    "turns-context": "context",
+    "templated": "trained",
+}
+"""By kind; all other kinds are left out."""
+
+
+def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
+    """Return what happens to what a kind names, with this value of ``data.unproven``."""
+    if kind == UNPROVEN:
+        return "refused" if unproven == "refuse" else "context"
+    return _OUTCOMES.get(kind, "left out")
+
+
+def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
+    """Return a sentence for each reason, with the first rows."""
+    return [
+        f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: {one.named}"
+        for reason, one in sorted(dropped.items())
+    ]
+
+
+def row_missing(number: str, most: int) -> InputError:
+    """Return the error about a row that data of ``most`` rows do not have."""
+    return reject(
+        "data-row-missing",
+        "row",
+        number,
+        f"the data have {plural(most, 'row')}",
+        "Name a row from 1 to that number.",
+    )
+
+
+def why_dropped(reason: DropReason) -> str:
+    """Return a reason in words."""
+    return _DROPPED[reason]
+
+
 def sentences(found: Mapping[str, Found]) -> list[str]:
     """Return a sentence for each kind."""
     return [
-        _sentence(kind).format(
-            rows=f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})",
-            detail=one.detail,
+        sentence(
+            kind, one.detail, f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})"
         )
         for kind, one in sorted(found.items())
     ]
 
 
-def _sentence(kind: str) -> str:
+def sentence(kind: str, detail: str, rows: str) -> str:
+    """Return what a kind means, said of ``rows``."""
+    return _wording(kind).format(rows=rows, detail=detail)
+
+
+def _wording(kind: str) -> str:
     name, colon, key = kind.partition(":")
     if colon and name == UNKNOWN_KEY:
         shown = printable_line(key).replace("{", "{{").replace("}", "}}")

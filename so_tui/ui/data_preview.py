@@ -12,11 +12,12 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
-from textual.widgets import Button, Static
+from textual.widgets import Button, Input, Static
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import RunSpec, SoTuiError
-from so_tui.ui.dialogs import CLOSE, Dialog, button
+from so_tui.spec.data_notes import row_missing
+from so_tui.ui.dialogs import CLOSE, AskText, Dialog, button
 from so_tui.ui.form import problem_texts
 from so_tui.ui.lines import fill_pieces
 from so_tui.ui.messages import code_refused
@@ -116,10 +117,9 @@ def _legend(*, marks: bool) -> Content:
 def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
     source = f" of {one.source}" if len(preview.sources) > 1 else ""
-    tokens = f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained"
     return Content.assemble(
         (f"row {thousands(one.row)}{source}", "bold"),
-        (f"{tokens}\n", "$faint"),
+        (f"   {one.counted}\n", "$faint"),
         *(_piece(text, trained=trained, marks=marks) for text, trained in one.visible),
     )
 
@@ -133,6 +133,8 @@ def _piece(text: str, *, trained: bool, marks: bool) -> Content:
 FIRST_ROWS = 12
 MORE = 4
 """Factor by which "More rows" multiplies the rows."""
+_DIGITS = 15
+"""Digits that no number of a row has."""
 WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
@@ -146,6 +148,8 @@ class DataPreviewScreen(Dialog[None]):
     def __init__(self, spec: RunSpec) -> None:
         self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Event()
         self._preview: DataPreview | None = None
+        self._row: int | None = None
+        """The row that was asked for by its number."""
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -159,6 +163,7 @@ class DataPreviewScreen(Dialog[None]):
             with Horizontal(id="preview-buttons"):
                 yield button("Back  esc", "leave", CLOSE)
                 yield button("More rows  m", "more", "screen.more")
+                yield button("Go to a row  g", "row", "screen.row")
                 yield button("Read again  r", "again", "screen.again")
 
     def on_mount(self) -> None:
@@ -169,14 +174,14 @@ class DataPreviewScreen(Dialog[None]):
         self._cancel = Event()
         self._show_status(faint("starting the helper process …   esc cancels"))
         self.query(Button).exclude("#leave").set(disabled=True)
-        self._preview_data(self._rows, self._cancel)
+        self._preview_data(self._rows, [] if self._row is None else [self._row], self._cancel)
 
     @work(thread=True, group="data", name="preview the data", exit_on_error=False)
-    def _preview_data(self, rows: int, cancel: Event) -> None:
+    def _preview_data(self, rows: int, numbers: list[int], cancel: Event) -> None:
         from so_tui.launch.helper_jobs import Progress, preview_data
 
         try:
-            for event in preview_data(self._spec, rows, cancel):
+            for event in preview_data(self._spec, rows, cancel, numbers=numbers):
                 if isinstance(event, Progress):
                     self.call_later(self._show_progress, event)
                 else:
@@ -203,6 +208,10 @@ class DataPreviewScreen(Dialog[None]):
         self._show_status(Content.styled(preview.how, "$foreground"))
         await self._show(self._parts(preview))
         self.query_one("#more", Button).disabled = len(preview.samples) < self._rows
+        self.query_one("#row", Button).disabled = False
+        if self._row is not None:
+            first = self.query(".preview-row").first()
+            self.call_after_refresh(first.scroll_visible, top=True, animate=False)
 
     async def on_resize(self) -> None:
         if self._preview is not None:
@@ -253,6 +262,34 @@ class DataPreviewScreen(Dialog[None]):
 
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:
+            self._start()
+
+    def action_row(self) -> None:
+        """Ask for a row by its number, and show it before the first rows."""
+        if (preview := self._preview) is None or self.query_one("#row", Button).disabled:
+            return
+        most = max(source.rows for source in preview.sources)
+
+        def read(given: str) -> int:
+            number = int(given) if given.isdecimal() and len(given) < _DIGITS else 0
+            if not 1 <= number <= most:
+                raise row_missing(given, most)
+            return number
+
+        self.app.push_screen(
+            AskText(
+                "Go to a row",
+                f"A number from 1 to {thousands(most)}; the row is shown above the first rows.",
+                Input(compact=True),
+                yes="Show",
+                read=read,
+            ),
+            self._go_to,
+        )
+
+    def _go_to(self, number: int | None) -> None:
+        if number is not None:
+            self._row = number
             self._start()
 
     def action_more(self) -> None:

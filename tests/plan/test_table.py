@@ -161,6 +161,7 @@ def test_remote_code_is_warned_of_without_control_characters() -> None:
 
 
 VALUES: dict[str, object] = {
+    "kind": "turns-split",
     "problems": (Problem(code="c", field="gpus", value="", message="m", remedy="r"),),
     "changes": (Change("a.b", 1, 2),),
     "policy": "full",

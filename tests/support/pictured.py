@@ -109,7 +109,9 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
     yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), {})
 
 
-def preview_data(_spec: RunSpec, _rows: int, _cancel: object) -> Iterator[Progress | DataPreview]:
+def preview_data(
+    _spec: RunSpec, _rows: int, _cancel: object, **_: object
+) -> Iterator[Progress | DataPreview]:
     """Answer as the helper process does about the data of ``tiny``."""
     yield Progress("tokenised 355 of 355 rows", 355, 355)
     yield DATA

@@ -6,16 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.helper_jobs import DataPreview, Progress, Sample, preview_data
-from so_tui.spec import spec_tree
+from so_tui.launch.helper_jobs import DataCheck, DataPreview, Progress, Sample, preview_data
+from so_tui.plan.notes import DataFound
+from so_tui.plan.planner import make_plan
+from so_tui.spec import RunSpec, spec_tree
+from so_tui.spec.data_notes import NAMED_ROWS, Dropped
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.tools.check_inputs import _check
-from so_tui_trainer.tools.data import _histogram
+from so_tui_trainer.tools.data import _histogram, _preview
 from so_tui_trainer.tools.prepare import _prepare
 from tests.support.launching import tiny
+from tests.support.plans import cpu_machine
 from tests.support.problems import refusal
 from tests.support.rows import alpaca, lines, spec_of, turns
 from tests.support.schemas import valid
@@ -90,3 +96,127 @@ def test_the_command_answers_programs(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["data", "tiny", "--rows", "2", "--json"]) == 0
     answer = valid("data", capsys.readouterr().out)
     assert (answer["rows"], len(answer["samples"])) == (355, 2)
+
+
+# A template that leaves out earlier reasoning, and some of what users say.
+_LAST_THOUGHT = (
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if 'secret' not in m.content %}{{ m.content }}{% endif %}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> str:
+    """A tokenizer with that template."""
+    folder = tmp_path / "tokenizer"
+    load_tokenizer(tiny().model).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(_LAST_THOUGHT)
+    return str(folder)
+
+
+def thinking(*asked: str) -> dict[str, Any]:
+    """Return a row in which each question is thought about."""
+    return {
+        "messages": [
+            turn
+            for question in asked
+            for turn in (
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": "Yes.", "reasoning_content": "Let me see."},
+            )
+        ]
+    }
+
+
+def told(spec: RunSpec, **request: Any) -> Any:
+    """Return the helper's last answer."""
+    return list(_preview({"spec": spec_tree(spec)} | request))[-1]
+
+
+def test_every_kind_gets_a_verdict_and_nothing_is_refused(tmp_path: Path, templated: str) -> None:
+    rows = [
+        thinking("Is it?"),
+        thinking("Is it?", "And then?"),
+        thinking("a secret"),
+        {"messages": turns("Well?", "")},
+    ]
+    spec = spec_of(lines(tmp_path, rows), model__tokenizer=templated)
+    answer = msgspec.convert(told(spec, check=True), DataCheck)
+    (source,) = answer.sources
+    verdicts = {kind.kind: (kind.rows, kind.first, kind.outcome) for kind in source.kinds}
+    assert verdicts == {"turns-split": (1, 2, "trained"), "unproven": (1, 3, "refused")}
+    assert (answer.refused, source.rows, source.proven, source.documents) == (True, 4, 2, 3)
+    assert source.dropped_rows == {"no-answer": Dropped(1, (4,)), "unproven": Dropped(1, (3,))}
+    assert refusal(lambda: told(spec)).code == "data-unproven"
+    accepted = told(spec.changed("data", unproven="context"), check=True)
+    assert not accepted["refused"]
+    assert accepted["sources"][0]["kinds"][-1]["outcome"] == "context"
+
+
+def test_a_verdict_is_given_where_nothing_is_proven(tmp_path: Path, templated: str) -> None:
+    spec = spec_of(lines(tmp_path, [thinking("a secret")]), model__tokenizer=templated)
+    answer = told(spec, check=True)
+    assert (answer["refused"], answer["sources"][0]["documents"]) == (True, 0)
+    assert refusal(lambda: told(spec)).code == "data-unproven"
+    problem = refusal(lambda: told(spec.changed("data", unproven="context")))
+    assert problem.code == "data-nothing-trained"
+    assert "row 1" in problem.remedy
+
+
+def test_any_row_is_shown_with_all_its_documents(tmp_path: Path, templated: str) -> None:
+    rows = [thinking("Is it?"), thinking("Is it?", "And then?"), {"messages": turns("Well?", "")}]
+    rows.append({"messages": turns("One?", "One.", "Two?", "Two and more.")})
+    spec = spec_of(lines(tmp_path, rows), model__tokenizer=templated)
+    shown = msgspec.convert(told(spec, rows=0, numbers=[2, 3, 4]), DataPreview).samples
+    assert [sample.row for sample in shown] == [2, 2, 3, 4]
+    assert ["".join(text for text, trained in one.pieces if trained) for one in shown[:2]] == 2 * [
+        "<think>Let me see.</think>Yes.<|eos|>"
+    ]
+    assert (shown[2].dropped, shown[2].tokens) == ("no-answer", 0)
+    first, second = shown[3].answers
+    assert 0 < first < second
+    assert shown[3].trained_tokens == first + second
+    assert f"({first} + {second})" in shown[3].counted
+    problem = refusal(lambda: told(spec, numbers=[5]))
+    assert (problem.code, problem.field, problem.value) == ("data-row-missing", "row", "5")
+
+
+def test_only_the_first_dropped_rows_are_named(tmp_path: Path) -> None:
+    rows = alpaca("Yes.", *[""] * (NAMED_ROWS + 3))
+    preview = msgspec.convert(told(spec_of(lines(tmp_path, rows))), DataPreview)
+    assert preview.dropped_rows == {
+        "no-answer": Dropped(NAMED_ROWS + 3, tuple(range(2, 2 + NAMED_ROWS)))
+    }
+    assert preview.notes[-1].endswith(": rows 2, 3, 4, 5, 6 ...")
+
+
+def test_a_plan_names_what_was_found_in_the_same_data(tmp_path: Path, templated: str) -> None:
+    path = lines(tmp_path, [thinking("Is it?", "And then?")])
+    spec = spec_of(path, model__tokenizer=templated)
+
+    def found(spec: RunSpec) -> list[tuple[str, int]]:
+        notes = make_plan(spec, cpu_machine()).warnings
+        return [(note.kind, note.rows) for note in notes if isinstance(note, DataFound)]
+
+    assert found(spec) == []
+    told(spec)
+    assert found(spec) == [("turns-split", 1)]
+    context = spec.changed("data", split_turns=False)
+    assert found(context) == []
+    told(context)
+    assert found(context) == [("turns-context", 1)]
+
+
+@pytest.mark.slow
+def test_a_check_exits_with_what_it_found(
+    tmp_path: Path, templated: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path, [thinking("Is it?"), thinking("a secret")])
+    command = ["data", "tiny", "--check", "--set", f"data.source={path}", "--set"]
+    command += ["data.format=auto", "--set", f"model.tokenizer={templated}"]
+    assert main([*command, "--json"]) == 1
+    assert valid("data-check", capsys.readouterr().out)["refused"]
+    assert main([*command, "--set", "data.unproven=context"]) == 0
+    assert "context" in capsys.readouterr().out

@@ -193,6 +193,10 @@ def test_rows_are_truncated_or_dropped_and_counted(tmp_path: Path) -> None:
     documents = documents_of(tmp_path, lines(tmp_path, rows), data__sequence_length="64")
     counts = documents.counts
     assert (counts.rows, counts.truncated, counts.dropped, counts.dropped_too_long) == (5, 1, 3, 1)
+    assert {reason: one.first for reason, one in counts.dropped_rows.items()} == {
+        "prompt-too-long": (3,),
+        "no-answer": (4, 5),
+    }
     assert documents.lengths.tolist()[1] == 64
     assert documents.trained_lengths.min() > 0
     context, trained = texts(documents, 1)

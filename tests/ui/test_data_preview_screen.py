@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from textual.widgets import Button, Static
 
 from so_tui.launch import helper, helper_jobs
-from so_tui.launch.helper_jobs import DataPreview
+from so_tui.launch.helper_jobs import DataPreview, Sample
 from so_tui.spec import RunSpec
 from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
 from tests.support import pictured
@@ -28,13 +28,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replay an answer about the data of ``tiny``; the numbers of rows that were asked for."""
+    """Replay an answer about the data of ``tiny``; how many rows were asked for."""
     rows_asked: list[int] = []
 
-    def replay(_: RunSpec, rows: int, __: object) -> Iterator[DataPreview]:
+    def replay(_: RunSpec, rows: int, __: object, *, numbers: list[int]) -> Iterator[DataPreview]:
         rows_asked.append(rows)
         samples = pictured.DATA.samples
-        yield replace(pictured.DATA, samples=samples * (rows // len(samples)))
+        named = [Sample("rows.jsonl", row, 0, 0, (), (), "no-answer") for row in numbers]
+        shown = (*named, *samples * (rows // len(samples)))
+        yield replace(pictured.DATA, samples=shown)
 
     monkeypatch.setattr(helper_jobs, "preview_data", replay)
     return rows_asked
@@ -65,6 +67,18 @@ async def test_more_rows_are_read_and_it_is_left_by_mouse(runs_dir: Path, asked:
         assert asked == [FIRST_ROWS, FIRST_ROWS * MORE]
         await ui.pilot.click("#leave")
         await ui.until(lambda: ui.screen is not screen)
+
+
+@pytest.mark.usefixtures("asked")
+async def test_any_row_is_shown_by_its_number(runs_dir: Path) -> None:
+    async with opened(runs_dir, (80, 24)) as ui:
+        screen = await look(ui)
+        await ui.until(lambda: done(screen))
+        await ui.press("g", *"900", "enter")
+        await ui.until(lambda: "355 rows" in ui.text())
+        await ui.press(*3 * ["backspace"], *"17", "enter")
+        await ui.until(lambda: ui.screen is screen and done(screen) and "row 17 " in ui.text())
+        assert "dropped: there is no answer" in ui.text()
 
 
 async def test_the_helper_ends_on_leaving_and_names_errors(runs_dir: Path, tmp_path: Path) -> None:

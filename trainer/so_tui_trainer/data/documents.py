@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.spec import DataSpec, RunSpec
-from so_tui.spec.data_notes import Found
+from so_tui.spec.data_notes import Dropped, DropReason, Found
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
 from so_tui.trust.files import NotOwnError, open_descriptor
@@ -60,15 +60,30 @@ class Counts(Struct, frozen=True):
     """Rows of plain text that were cut into several documents, without loss."""
     kinds: dict[str, Found] = {}
     """What is not trained as the rows have it (``so_tui.spec.data_notes``)."""
+    dropped_rows: dict[DropReason, Dropped] = {}
+    """Dropped rows by reason."""
 
     def __add__(self, other: Counts) -> Counts:
-        kinds = self.kinds | {
-            kind: self.kinds[kind] + found if kind in self.kinds else found
-            for kind, found in other.kinds.items()
-        }
-        numbers = (name for name in self.__struct_fields__ if name != "kinds")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in numbers}
-        return Counts(**sums, kinds=kinds)
+        return Counts(
+            self.rows + other.rows,
+            self.truncated + other.truncated,
+            self.dropped + other.dropped,
+            self.dropped_too_long + other.dropped_too_long,
+            self.cut + other.cut,
+            _sums(self.kinds, other.kinds),
+            _sums(self.dropped_rows, other.dropped_rows),
+        )
+
+
+_Key = TypeVar("_Key", bound=str)
+_Count = TypeVar("_Count", Found, Dropped)
+
+
+def _sums(one: dict[_Key, _Count], other: dict[_Key, _Count]) -> dict[_Key, _Count]:
+    """Return the sums of what has equal keys, and the rest as it is."""
+    if not other:
+        return one
+    return one | {key: one[key] + count if key in one else count for key, count in other.items()}
 
 
 class SourcePart(Struct, frozen=True, omit_defaults=True):
@@ -201,7 +216,7 @@ def _mixture(members: Sequence[Int64s], weights: Sequence[float], seed: int) -> 
 # start together may do the same work twice, but never damage an entry.
 
 
-_VERSION = 10
+_VERSION = 11
 _ARRAYS: dict[str, Any] = {
     "tokens": np.int32,
     "trained": np.bool_,
@@ -274,8 +289,7 @@ def read(folder: Path, data: DataSpec) -> Documents:
             raise NotOwnError(folder, distrust)
         info = _info(opened.at)
         tokens, trained, offsets, rows = (
-            np.memmap(opened.at / f"{name}.bin", dtype=kind, mode="r")
-            for name, kind in _ARRAYS.items()
+            _mapped(opened.at / f"{name}.bin", kind) for name, kind in _ARRAYS.items()
         )
     parts = tuple(
         replace(tally, source=source.source, weight=source.weight)
@@ -283,6 +297,11 @@ def read(folder: Path, data: DataSpec) -> Documents:
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
     return Documents(tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings)
+
+
+def _mapped(path: Path, kind: Any) -> Any:
+    """Return an array of a file; one without elements cannot be mapped."""
+    return np.memmap(path, dtype=kind, mode="r") if path.stat().st_size else np.empty(0, dtype=kind)
 
 
 def intact(folder: Path) -> bool:

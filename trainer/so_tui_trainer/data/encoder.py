@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from so_tui.spec import DataSpec
+from so_tui.spec.data_notes import Dropped, DropReason
 from so_tui.spec.run_spec import LossOn
 from so_tui.units import thousands
 from so_tui_trainer.data.chat import Chat, TemplateError
@@ -190,6 +191,12 @@ def _joined(row: int, fitted: Sequence[_Encoded], written: Written) -> _Encoded:
     documents = [document for one in fitted for document in one.documents]
     counts = [one.counts for one in fitted]
     dropped = not documents
+    too_long = dropped and any(count.dropped_too_long for count in counts)
+    reason: DropReason = "nothing-trained"
+    if too_long:
+        reason = "prompt-too-long"
+    elif not written.documents:
+        reason = "unproven" if written.unproven else "no-answer"
     return _Encoded(
         row,
         documents,
@@ -197,9 +204,10 @@ def _joined(row: int, fitted: Sequence[_Encoded], written: Written) -> _Encoded:
             1,
             truncated=int(any(count.truncated for count in counts)),
             dropped=int(dropped),
-            dropped_too_long=int(dropped and any(count.dropped_too_long for count in counts)),
+            dropped_too_long=int(too_long),
             cut=int(any(count.cut for count in counts)),
             kinds=written.found(row),
+            dropped_rows={reason: Dropped(1, (row,))} if dropped else {},
         ),
     )
 

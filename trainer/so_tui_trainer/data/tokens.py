@@ -164,8 +164,15 @@ def prepare(
         on_progress(*rows)
 
 
-def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progress, None, Path]:
+def preparing(
+    spec: RunSpec, cache_dir: Path | None = None, *, refusing: bool = True
+) -> Generator[Progress, None, Path]:
     """Tokenise the spec's data unless the cache has them already.
+
+    Args:
+        spec: The run's spec.
+        cache_dir: Where entries are stored; the user's cache folder by default.
+        refusing: Whether data that cannot be trained on are refused once they are tokenised.
 
     Yields:
         The progress.
@@ -174,8 +181,8 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         The folder of the cache entry, for ``cache.read``.
 
     Raises:
-        InputError: Data or tokenizer cannot be read, a row is malformed, or a source has no trained
-            token.
+        InputError: Data or tokenizer cannot be read, a row is malformed, a source has no trained
+            token, or answers that are not certain.
     """
     tokenizer = load_tokenizer(spec.model)
     sources = open_sources(spec.data)
@@ -189,18 +196,24 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         except OSError as error:  # nothing else is written or opened meanwhile
             raise unwritable(folder.parent, error) from error
     documents = cache.read(folder, spec.data)
-    if spec.data.unproven == "refuse":
-        for part in documents.parts:
-            refuse_unproven(part.source, part.counts)
     # What the data do to a step, for the plans of later runs. Done once for each data set, as it
     # reads the flags of all tokens.
     known = workload.seen(spec)
-    if known is None or known.fingerprint != folder.name:
-        found = workload.Seen(fingerprint=folder.name, workload=_workload_of(documents, spec.data))
+    if len(documents.tokens) and (known is None or known.fingerprint != folder.name):
+        found = workload.Seen(
+            fingerprint=folder.name,
+            workload=_workload_of(documents, spec.data),
+            kinds=documents.counts.kinds,
+        )
         with suppress(
             OSError
         ):  # If the folder cannot be written, plans keep their default workload.
             workload.remember(spec, found)
+    for part in documents.parts if refusing else ():
+        if spec.data.unproven == "refuse":
+            refuse_unproven(part.source, part.counts)
+        if not part.documents:
+            raise _no_trained_tokens(part, spec.data.sequence_length)
     return folder
 
 
@@ -266,7 +279,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
     """Write a cache entry.
 
     Raises:
-        InputError: A row cannot be read, or a source has no trained token.
+        InputError: A row cannot be read.
     """
     total = sum(len(opened.rows) for opened in sources)
     tasks = [
@@ -304,9 +317,6 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             )
             rows += done.counts.rows
             yield rows, total
-        for opened, part in zip(sources, parts, strict=True):
-            if not part.documents:
-                raise _no_trained_tokens(opened, part.counts, encoder.sequence_length)
         warnings = [warning for opened in sources for warning in opened.warnings]
         writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings))
 
@@ -401,8 +411,14 @@ def refuse_unproven(source: str, counts: Counts) -> None:
         )
 
 
-def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
+def _no_trained_tokens(part: cache.SourcePart, limit: int) -> InputError:
+    counts = part.counts
     code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
+    if (unproven := counts.kinds.get(UNPROVEN)) is not None:
+        remedy = (
+            "Use a tokenizer whose chat template writes these turns: which tokens the model is to "
+            f"write is not certain in row {thousands(unproven.first)} ({unproven.detail})."
+        )
     if counts.dropped_too_long:
         code, remedy = (
             "data-prompts-too-long",
@@ -412,7 +428,7 @@ def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError
     return reject(
         code,
         "data.source",
-        opened.source.source,
+        part.source,
         f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
         "tokens",
         remedy,

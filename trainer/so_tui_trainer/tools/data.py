@@ -1,5 +1,5 @@
-"""Show what a model will see of its data: ``{"spec": tree, "rows": n}`` in; progress, then counts
-and the first rows out.
+"""Show what a model will see of its data: ``{"spec": tree, "rows": n, "numbers": [row, ...]}`` in;
+progress, then counts, these rows and the first rows out. With ``"check": true`` a verdict instead.
 
 {"message": text, "done_rows": n, "total_rows": n} ... {"rows": n, "trained_tokens": n, ...,
 "samples": [...], "done": true}
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from so_tui.spec import check_tree
+from so_tui.spec import RunSpec, check_tree
+from so_tui.spec.data_notes import UNPROVEN, outcome, row_missing
 from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, changed, serve
@@ -50,13 +51,18 @@ def _preview(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.evaluation import divide
 
     spec = check_tree(request["spec"])
-    folder = yield from changed(preparing(spec), _progress)
+    check = bool(request.get("check"))
+    folder = yield from changed(preparing(spec, refusing=not check), _progress)
     documents = read(folder, spec.data)
     tokenizer = load_tokenizer(spec.model)
+    if check:
+        yield _verdict(documents, spec, chat_of(tokenizer).name)
+        return
     parts, lengths = divide(documents, spec), documents.lengths
     epoch = documents.epoch(spec.train.seed, parts.training)
     sequences = fill(lengths, epoch, spec.data)
     shown = islice(_in_turn(documents), max(0, int(request.get("rows", 3))))
+    numbers = [int(number) for number in request.get("numbers", ())]
     yield {
         **msgspec.to_builtins(documents.counts),
         "documents": len(lengths),
@@ -74,7 +80,10 @@ def _preview(request: Answer) -> Iterator[Answer]:
         "histogram": _histogram(lengths),
         "sources": _sources(documents, epoch),
         "sequence": _sequence(documents, sequences),
-        "samples": [_sample(documents, tokenizer, index) for index in shown],
+        "samples": [
+            *_numbered(documents, spec, tokenizer, numbers),
+            *(_sample(documents, tokenizer, index) for index in shown),
+        ],
         "warnings": list(documents.warnings),
         "done": True,
     }
@@ -87,6 +96,80 @@ def _progress(rows: tuple[int, int]) -> Answer:
         "done_rows": done,
         "total_rows": total,
     }
+
+
+def _verdict(documents: Documents, spec: RunSpec, layout: str) -> Answer:
+    """Say what happens to the rows of each source."""
+    unproven = spec.data.unproven
+    return {
+        "layout": layout,
+        "loss": spec.data.loss,
+        "refused": unproven == "refuse" and UNPROVEN in documents.counts.kinds,
+        "sources": [
+            {
+                "source": part.source,
+                "format": part.layout,
+                "rows": part.counts.rows,
+                "documents": part.documents,
+                "truncated": part.counts.truncated,
+                "kinds": [
+                    {
+                        "kind": kind,
+                        "rows": found.rows,
+                        "first": found.first,
+                        "outcome": outcome(kind, unproven),
+                        "detail": found.detail,
+                    }
+                    for kind, found in sorted(part.counts.kinds.items())
+                ],
+                "dropped_rows": msgspec.to_builtins(part.counts.dropped_rows),
+            }
+            for part in documents.parts
+        ],
+        "warnings": list(documents.warnings),
+        "done": True,
+    }
+
+
+def _numbered(
+    documents: Documents,
+    spec: RunSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    numbers: Sequence[int],
+) -> Iterator[Answer]:
+    """Yield these rows of each source that has them: their documents, or why there are none.
+
+    Raises:
+        InputError: No source has such a row.
+    """
+    from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.encoder import encoder_for
+    from so_tui_trainer.data.sources import open_sources
+
+    for number in numbers:
+        if number > (most := max(part.counts.rows for part in documents.parts)):
+            raise row_missing(str(number), most)
+        for index, (first, end) in enumerate(pairwise(documents.source_starts)):
+            part = documents.parts[index]
+            found = first + np.flatnonzero(documents.rows[first:end] == number)
+            for at, document in enumerate(found.tolist(), 1):
+                yield {
+                    **_sample(documents, tokenizer, document),
+                    "document": at,
+                    "documents": len(found),
+                }
+            if not len(found) and number <= part.counts.rows:
+                opened = open_sources(spec.data)[index]
+                encoder = encoder_for(chat_of(tokenizer), spec.data)
+                (row,) = encoder.documents(opened, number - 1, number)
+                yield {
+                    "source": part.source,
+                    "row": number,
+                    "tokens": 0,
+                    "trained_tokens": 0,
+                    "pieces": [],
+                    "dropped": next(iter(row.counts.dropped_rows)),
+                }
 
 
 def _histogram(lengths: Int64s) -> list[Answer]:
@@ -174,15 +257,17 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
     tokens = zip(
         documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True
     )
-    pieces = [
-        (str(tokenizer.decode([token for token, _ in run])), trained)
-        for trained, run in groupby(tokens, key=lambda item: item[1])
-    ]
+    pieces, answers = [], []
+    for trained, run in groupby(tokens, key=lambda item: item[1]):
+        ids = [token for token, _ in run]
+        pieces.append((str(tokenizer.decode(ids)), trained))
+        answers += [len(ids)] if trained else []
     return {
         **_origin(documents, index),
         "tokens": stop - start,
-        "trained_tokens": int(documents.trained[start:stop].sum()),
+        "trained_tokens": sum(answers),
         "pieces": pieces,
+        "answers": answers,
     }
 
 
