@@ -81,6 +81,17 @@ def _alpaca(row: Row) -> Conversation:
     return *_history(row), Message("user", prompt), Message("assistant", _text(row, "output"))
 
 
+def _alpaca_deepspeed(row: Row) -> Conversation:
+    """Read an Alpaca row as DeepSpeed's SuperOffload example does: one text, which nothing ends."""
+    context = _text(row, "input")
+    given = f"### Input:\n{context}\n\n" if context.strip() else ""
+    text = (
+        f"### Instruction:\n{_text(row, 'instruction')}\n\n{given}"
+        f"### Response:\n{_text(row, 'output')}"
+    )
+    return (Message(TEXT, text),)
+
+
 def _history(row: Row) -> Iterator[Message]:
     """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a
     prompt and its answer.
@@ -263,6 +274,7 @@ LAYOUTS = (
     Layout("messages", ("messages",), partial(_turns, column="messages")),
     Layout("sharegpt", ("conversations",), partial(_turns, column="conversations")),
     Layout("alpaca", ("instruction", "output"), _alpaca),
+    Layout("alpaca-deepspeed", ("instruction", "output"), _alpaca_deepspeed),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
     Layout("text", ("text",), _plain),
 )
@@ -278,6 +290,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
     Raises:
         InputError: The columns do not fit.
     """
+    # What only a name chooses comes after what has the same columns.
     candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
         if set(layout.columns) <= set(columns):

@@ -388,6 +388,8 @@ def documents_of(
     Raises:
         TemplateError: The template rejects the conversation.
     """
+    if loss == "padded" and conversation and conversation[0].role == TEXT:
+        return Written([[Segment(conversation[0].content, True)]])  # padding ends it
     conversation = tuple(
         _without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message
         for message in conversation
@@ -399,12 +401,13 @@ def documents_of(
         return Written([])
     if conversation[0].role == TEXT:
         return Written([[Segment(conversation[0].content + chat.end, True)]])
+    everything = loss in ("all", "padded")
     if not chat.templated:
         parts = _alpaca(chat, conversation, frozenset(answers))
         found = Written([parts] if any(part.trained for part in parts) else [])
     else:
-        found = written(chat, conversation, answers, split=split and loss != "all")
-    if loss != "all" or not found.documents:
+        found = written(chat, conversation, answers, split=split and not everything)
+    if not everything or not found.documents:
         return found
     whole = "".join(part.text for part in found.documents[-1])
     if chat.templated:

@@ -62,7 +62,7 @@ def _preview(request: Answer) -> Iterator[Answer]:
         "documents": len(lengths),
         "held_out": len(parts.held_out),
         "tokens": len(documents.tokens),
-        "trained_tokens": int(documents.trained.sum()),
+        "trained_tokens": int(documents.trained_lengths.sum()),
         "longest": int(lengths.max()),
         "mean_length": float(lengths.mean()),
         "sequence_length": spec.data.sequence_length,
