@@ -293,7 +293,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     if not resources.has_gpu and (parameters := target.profile.parameters) > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=parameters)
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
-    if masked and not spec.data.packing:
+    if masked and not spec.data.packing and spec.data.loss != "padded":
         rows = target.workload.row_share(spec.train.micro_batch)
         useful = target.workload.useful_share / rows
         mixing = mixing_kinds(layer_kinds(model.config))

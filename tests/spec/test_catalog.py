@@ -226,6 +226,21 @@ def test_a_preset_has_a_variant_as_published() -> None:
         as_published(msgspec.structs.replace(plain, gpus=3))
     with rejected("published-config"):  # it is one of DeepSpeed's engine
         with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
+    elsewhere = with_values(variant, {"data.source": "towns.json"}).data
+    assert (elsewhere.format, elsewhere.split) == ("alpaca-deepspeed", "train")
+    ours = with_values(
+        variant,
+        {
+            "offload.config": "so-tui",
+            "offload.engine": "so-tui",
+            "data.loss": "assistant",
+            "data.format": "auto",
+            "data.packing": "true",
+            "model.attention": "auto",
+        },
+    )
+    assert ours.offload.own_engine
+    assert ours.data.packing
     for mode in ("gpu", "auto"):  # the examples have none for these
         with rejected("published-config"):
             with_values(variant, {"offload.mode": mode})

@@ -242,8 +242,8 @@ class Batches:
                 "data-padded-layers",
                 "data.loss",
                 spec.data.loss,
-                "trains padding, and the model has layers that carry a state from token to token, "
-                "which are not computed over padding",
+                "trains padding, which layers of this model with a state from token to token do "
+                "not compute",
                 "Set `data.loss=all`.",
             )
         # Which of the groups of ranks that share sequences, and which part of them is this rank's.
@@ -441,18 +441,23 @@ def lay_out(rows: Sequence[Sequence[npt.ArrayLike]], width: int, *, apart: bool 
     )
 
 
+_PADDING_BLOCK = 128
+"""Tokens of a document of padding, at most: a kernel's block is about as long."""
+
+
 def _padded(batch: Batch, token: int) -> Batch:
     """Fill the rows of a batch up with a token, and train all but each row's first.
 
-    Positions go on in the padding. For kernels that take boundaries, each token of it is a document
-    of its own, which costs nothing.
+    Positions go on in the padding. Kernels that take boundaries get it in short documents, which
+    cost next to nothing: their results are not used.
     """
     rows, width = batch.input_ids.shape
-    starts = ~batch.real
+    columns = torch.arange(width)
+    starts = ~batch.real & (columns % _PADDING_BLOCK == 0)
+    starts[:, 1:] |= batch.real[:, :-1] & ~batch.real[:, 1:]
     starts[:, 0] = True
     ends = torch.tensor([rows * width])
     boundaries = torch.cat((starts.flatten().nonzero().flatten(), ends)).to(torch.int32)
-    columns = torch.arange(width)
     ids = batch.input_ids.masked_fill(~batch.real, token)
     return replace(
         batch,

@@ -108,7 +108,9 @@ class Documents(NamedTuple):
     """The sources in order."""
     warnings: tuple[str, ...] = ()
     padding: Padding | None = None
-    """What every document is filled up with, and trained on, when it is a row. It is not stored."""
+    """Each document is a row that is filled up with this, and the padding is trained, too. It is
+    not stored.
+    """
 
     @property
     def source_starts(self) -> Int64s:

@@ -177,10 +177,13 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
         (str(tokenizer.decode([token for token, _ in run])), trained)
         for trained, run in groupby(tokens, key=lambda item: item[1])
     ]
+    padding = documents.padding
     return {
         **_origin(documents, index),
         "tokens": stop - start,
-        "trained_tokens": int(documents.trained[start:stop].sum()),
+        "trained_tokens": padding.length - 1
+        if padding is not None
+        else int(documents.trained[start:stop].sum()),
         "pieces": pieces,
     }
 
