@@ -5,6 +5,7 @@ starts.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
     from so_tui.launch.helper_jobs import DataPreview, Sample
 
@@ -83,6 +85,7 @@ def _print(out: Console, preview: DataPreview) -> None:
         "",
         _facts(preview),
         *(("", _sources(preview)) if len(preview.sources) > 1 else ()),
+        *_unused(preview),
         "",
         Text("documents by length in tokens", style="bold"),
         _histogram(preview),
@@ -134,6 +137,16 @@ def _sources(preview: DataPreview) -> RenderableType:
             f"{source.times_an_epoch:.1f} x",
         )
     return table
+
+
+def _unused(preview: DataPreview) -> Iterator[Text]:
+    """Yield a line for each source with unused columns."""
+    from rich.text import Text
+
+    for source in preview.sources:
+        if source.unused:
+            name = f"{source.source}: " if len(preview.sources) > 1 else ""
+            yield Text(printable_line(name + source.unused), style="dim")
 
 
 def _histogram(preview: DataPreview) -> RenderableType:

@@ -248,6 +248,10 @@ class _Tally(Struct, frozen=True, kw_only=True):
     """What is not trained as the rows have it."""
 
 
+_MOST_COLUMNS = 20
+"""Unused columns that are named."""
+
+
 class SourceView(_Tally, frozen=True, kw_only=True):
     """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its
     documents ``times_an_epoch``.
@@ -258,6 +262,15 @@ class SourceView(_Tally, frozen=True, kw_only=True):
     weight: float
     share: float
     times_an_epoch: float
+    unused_columns: tuple[str, ...] = ()
+    """Columns that its layout does not read."""
+
+    @property
+    def unused(self) -> str:
+        """The first of these columns, in a sentence; empty without any."""
+        named = ", ".join(self.unused_columns[:_MOST_COLUMNS])
+        more = len(self.unused_columns) - _MOST_COLUMNS
+        return f"unused columns: {named}{f' and {more} more' if more > 0 else ''}" if named else ""
 
 
 class Held(Struct, frozen=True):

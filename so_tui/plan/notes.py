@@ -86,6 +86,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "or_fewer": lambda number: "1" if number == 1 else f"{number} or fewer",
     "share": lambda share: f"{share:.0%}" if share >= 0.01 else "less than 1%",
     "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
+    "dropouts": lambda found: _dropouts(found),
     "obstacle": lambda obstacle: OBSTACLES[obstacle],
     "recomputes": lambda policy: _RECOMPUTES[policy],
     "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
@@ -985,6 +986,28 @@ class IndexersUntrained(Fact):
     )
 
 
+class Dropout(Struct, frozen=True):
+    """A dropout that the model's configuration asks for."""
+
+    key: str
+    share: float
+
+
+def _dropouts(found: Sequence[Dropout]) -> str:
+    return ", ".join(f"{printable_line(each.key)} = {each.share:g}" for each in found)
+
+
+class DropoutOff(Fact):
+    """The model's configuration asks for dropout, and training has none."""
+
+    found: tuple[Dropout, ...]
+
+    words = (
+        "the model's config.json asks for dropout ({found:dropouts}), and it is trained without: "
+        "the kernels for packed documents have none"
+    )
+
+
 class ClippingWaits(Fact):
     """DeepSpeed's SuperOffload overlaps nothing while it clips."""
 
@@ -1126,6 +1149,7 @@ Caution = (
     | RemoteCode
     | BeyondPositions
     | IndexersUntrained
+    | DropoutOff
     | ClippingWaits
     | FasterOffload
     | FasterStates

@@ -22,6 +22,8 @@ from so_tui.plan.notes import (
     Choice,
     ClippingWaits,
     DeepSpeedNvidiaOnly,
+    Dropout,
+    DropoutOff,
     EngineNeedsGpu,
     FasterAttention,
     FasterOffload,
@@ -51,7 +53,7 @@ from so_tui.plan.rates import about_as_fast, surely_faster
 from so_tui.plan.resources import Resources, attention_of, not_shareable
 from so_tui.plan.search import compact_states, with_micro_batch, with_policy
 from so_tui.spec.attention import MASKED_BACKENDS
-from so_tui.spec.model_table import layer_kinds, mixing_kinds
+from so_tui.spec.model_table import dropouts, layer_kinds, mixing_kinds
 from so_tui.spec.run_spec import Mode, RunSpec, is_indexer
 
 
@@ -276,6 +278,8 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     )
     if indexers:
         yield IndexersUntrained(parameters=indexers)
+    if asked := dropouts(model.config):
+        yield DropoutOff(found=tuple(Dropout(*each) for each in asked.items()))
     if offload.deepspeed_superoffload and spec.train.gradient_clipping > 0:
         unclipped = assess(found.spec.changed("train", gradient_clipping=0.0), target).step
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None

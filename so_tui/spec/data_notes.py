@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from so_tui.trust.text import printable_line
 from so_tui.units import plural, thousands
 
 
@@ -25,6 +26,8 @@ class Found(Struct, frozen=True, array_like=True):
 
 UNPROVEN = "unproven"
 """Kind of a row with an answer whose tokens are not certain."""
+UNKNOWN_KEY = "unknown-key"
+"""Prefix of the kind of a row with an unknown key; a colon and the key follow."""
 _SENTENCES = {
     "system-dropped": "the template leaves out the system's or developer's text of {rows}",
     "tools-dropped": "the template leaves out the descriptions of tools of {rows}",
@@ -44,6 +47,12 @@ _SENTENCES = {
         "the template writes earlier answers of {rows} in another form than the model does; they "
         "are context, not trained (`data.split_turns=true` trains them)"
     ),
+    "templated": (
+        "the prompt of {rows} has the chat template already; these rows are trained as they are"
+    ),
+    "system-replaced": (
+        "the system text of {rows} lists the tools; the template's own list takes its place"
+    ),
     UNPROVEN: "which tokens the model is to write is not certain in {rows}: {detail}",
 }
 
@@ -51,9 +60,17 @@ _SENTENCES = {
 def sentences(found: Mapping[str, Found]) -> list[str]:
     """Return a sentence for each kind."""
     return [
-        _SENTENCES.get(kind, f"{kind}: {{rows}}").format(
+        _sentence(kind).format(
             rows=f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})",
             detail=one.detail,
         )
         for kind, one in sorted(found.items())
     ]
+
+
+def _sentence(kind: str) -> str:
+    name, colon, key = kind.partition(":")
+    if colon and name == UNKNOWN_KEY:
+        shown = printable_line(key).replace("{", "{{").replace("}", "}}")
+        return f"turns in {{rows}} have the unknown key `{shown}`"
+    return _SENTENCES.get(kind, f"{kind}: {{rows}}")

@@ -62,6 +62,20 @@ def layers_without_attention(kinds: Iterable[str]) -> int:
     return sum(kind in _WITHOUT_ATTENTION for kind in kinds)
 
 
+def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return by name each dropout above 0 that a model's configuration asks for. Those of
+    classifiers, which are not trained here, do not count.
+    """
+    return {
+        key: value
+        for key, value in config.items()
+        if ("dropout" in key or key.endswith("_pdrop"))
+        and not key.startswith(("classifier", "summary"))
+        and isinstance(value, float)
+        and value > 0
+    }
+
+
 def packing_problem(kinds: Iterable[str]) -> Problem | None:
     """Return why documents of a model with layers of these kinds cannot be packed; None if they
     can.

@@ -107,7 +107,15 @@ class CheckpointSpec(_Section, frozen=True):
 
 
 DataFormat = Literal[
-    "auto", "alpaca", "alpaca-deepspeed", "sharegpt", "messages", "prompt-completion", "text"
+    "auto",
+    "alpaca",
+    "alpaca-deepspeed",
+    "sharegpt",
+    "messages",
+    "prompt-completion",
+    "xlam",
+    "glaive",
+    "text",
 ]
 LossOn = Literal["assistant", "last-turn", "all", "padded"]
 
@@ -879,7 +887,7 @@ class TrainSpec(_Section, frozen=True):
         Meta(description="The least severe messages that DeepSpeed writes to the log of the run."),
     ] = "warning"
     seed: Annotated[
-        int, Meta(ge=0, le=2**32 - 1, description="Seed for weights, data order and dropout.")
+        int, Meta(ge=0, le=2**32 - 1, description="Seed for weights and the order of the data.")
     ] = 42
     deterministic: Annotated[
         bool, Meta(description="Use only deterministic kernels, which are slower.")

@@ -13,7 +13,7 @@ from so_tui import units
 from so_tui.cli import main
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
-from so_tui.plan.notes import AnyFact, Change, Note, RemoteCode, TooFewGpus
+from so_tui.plan.notes import AnyFact, Change, Dropout, Note, RemoteCode, TooFewGpus
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, unplannable
 from so_tui.plan.resources import rank_counts
@@ -177,6 +177,7 @@ VALUES: dict[str, object] = {
     "revision": "main",
     "network": Network(gbit_per_s=200, source=""),
     "states": "bf16-moments",
+    "found": (Dropout("attention_dropout", 0.1),),
 }
 
 

@@ -289,3 +289,15 @@ def test_sequences_beyond_positions_are_pointed_out(length: int, warned: bool) -
     assert found == (
         [notes.BeyondPositions(sequence_length=65_536, positions=40_960)] if warned else []
     )
+
+
+def test_dropout_that_nothing_applies_is_named() -> None:
+    config = {"attn_pdrop": 0.2, "hidden_dropout": 0.0, "classifier_dropout": 0.1}
+    seed_oss = only(planned("seed-oss-36b", BIG).warnings, notes.DropoutOff)
+    assert [each.key for each in seed_oss.found] == ["attention_dropout", "residual_dropout"]
+    assert not facts_of(planned("qwen3-14b", BIG).warnings, notes.DropoutOff)
+    spec = spec_of("qwen3-14b")
+    spec = replace(spec, model=replace(spec.model, config=spec.model.config | config))
+    fact = only(make_plan(spec, BIG).warnings, notes.DropoutOff)
+    assert fact == notes.DropoutOff(found=(notes.Dropout("attn_pdrop", 0.2),))
+    assert "attn_pdrop = 0.2" in fact.message

@@ -42,6 +42,15 @@ def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float) 
             assert torch.equal(state.weights, state.master_weights.bfloat16())
 
 
+def test_buffers_keep_their_type() -> None:
+    """Such as rotary frequencies, which bf16 would round. DeepSpeed 0.18.9 casts all of them."""
+    model, frequencies = support.OddModel(), torch.rand(8)
+    model.register_buffer("frequencies", frequencies.clone(), persistent=False)
+    with support.offloading(model=model) as made:
+        found = dict(made.module.named_buffers())["frequencies"]
+        assert torch.equal(found.cpu(), frequencies)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "exposed_s"), [("evaluation", 0.3), ("left out", 0.0), ("checkpoint", 0.0)]

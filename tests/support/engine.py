@@ -226,7 +226,9 @@ def engine(
     if model is None:
         torch.manual_seed(run.train.seed)
         model = Model()
-    model = model.to(DEVICE, dtype)
+    model = model.to(DEVICE)
+    for parameter in model.parameters():  # buffers keep their type
+        parameter.data = parameter.data.to(dtype)
     rank_settings = replace(engine_settings(run, binding()), **settings)
     made, *_ = superoffload.initialize(
         model, parameter_groups(model), rank_settings, ds_config(run, dtype, bucket)

@@ -16,7 +16,7 @@ from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.export import export
 from so_tui_trainer.model import attention
-from so_tui_trainer.model.build import _refuse_unlisted, build
+from so_tui_trainer.model.build import _refuse_unlisted, build, refuse_unsupported
 from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
@@ -81,6 +81,33 @@ def test_frequencies_are_those_of_each_documents_own_length(kind: str) -> None:
     check_packing(ModelSpec(id=kind, weights="random", config=config))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_dynamic_frequencies_are_those_of_each_length(kind: str) -> None:
+    """Short documents, and long ones of several lengths; Gemma 3 turns kinds of layers apart."""
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    rope = {"full_attention": dynamic, "sliding_attention": plain}
+    shape = {key: value for key, value in SMALL.items() if value is not None}
+    shape |= {"max_position_embeddings": 40, "rope_parameters": dynamic}
+    if kind == "gemma3_text":
+        shape["rope_parameters"] = rope
+    else:
+        shape.pop("layer_types")
+    check_packing(ModelSpec(id=kind, weights="random", config={"model_type": kind, **shape}))
+
+
+def test_frequencies_of_code_that_is_not_known_are_refused() -> None:
+    spec = replace(
+        LLAMA, config=LLAMA.config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    )
+    causal = meta_model(load_config(spec))
+    refuse_unsupported(causal, spec)
+    rotary: Any = causal.get_submodule("model.rotary_emb")
+    del rotary.rope_type  # as in code that comes with a model
+    with rejected("model-rotary-unknown"):
+        refuse_unsupported(causal, spec)
+
+
 def each_alone(causal: Any, batches: Batches, rows: int, weight: float) -> Trained:
     """Return loss and gradients of the documents of the first rows, each computed alone."""
     indices = map(int, batches._indices(0, rows))
@@ -94,6 +121,13 @@ def stepped(causal: PreTrainedModel, loss: Tensor) -> Trained:
     return loss.item(), gradients_of(causal)
 
 
+def forget(rotary: Any, _: object) -> None:
+    """Make a rotary embedding as if it had computed nothing."""
+    rotary.__dict__["_buffers"] = type(rotary)(rotary.config)._buffers
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, rotary.original_max_seq_len)
+
+
 def check_packing(model: ModelSpec) -> None:
     config = load_config(model)
     disable_dropout(config)
@@ -105,7 +139,15 @@ def check_packing(model: ModelSpec) -> None:
     batches = Batches(documents(30, longest=120), packed, 0)
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
+    # transformers keeps dynamic frequencies of a longer sequence before this one.
+    fresh = [
+        module.register_forward_pre_hook(forget)
+        for module in causal.modules()
+        if "dynamic" in str(getattr(module, "rope_type", ""))
+    ]
     alone = each_alone(causal, batches, len(batch.input_ids), weight)
+    for hook in fresh:
+        hook.remove()
     assert len(alone[1]) == sum(each.requires_grad for each in causal.parameters())
     masked = ["eager", "sdpa"] if causal._supports_sdpa else ["eager"]
     for implementation in (*masked, attention.register(PLAIN)):
@@ -137,7 +179,15 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     batch = next(batches.micro_batches(1))
     assert not batch.real.all()
     weight = 1 / len(batch.targets)
+    # transformers keeps dynamic frequencies of a longer sequence before this one.
+    fresh = [
+        module.register_forward_pre_hook(forget)
+        for module in causal.modules()
+        if "dynamic" in str(getattr(module, "rope_type", ""))
+    ]
     alone = each_alone(causal, batches, len(batch.input_ids), weight)
+    for hook in fresh:
+        hook.remove()
     found = stepped(causal, TrainedModel(causal, implementation)(batch, weight))
     assert found[0] == pytest.approx(alone[0], rel=1e-5)
     are_close(found[1], alone[1], 1e-3, 1e-5)

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of
 from so_tui_trainer.data.encoder import Encoder, _encodes_segments_apart
-from so_tui_trainer.data.rows import Conversation, Message
 from so_tui_trainer.data.spans import documents_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import Conversation, Message
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 

@@ -31,7 +31,9 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     answers = ("An answer. " * (n + 1) for n in range(30))
     one = lines(tmp_path, alpaca(*answers), "many.jsonl")
     other = lines(
-        tmp_path, [{"messages": turns("Hi.", said)} for said in ("Hello.", "")], "few.jsonl"
+        tmp_path,
+        [{"messages": turns("Hi.", said), "id": 1} for said in ("Hello.", "")],
+        "few.jsonl",
     )
     mixture = f'[{{source = "{one}", weight = 3}}, {{source = "{other}"}}]'
     *progress, preview = preview_data(spec_of(mixture, data__sequence_length="64"), 4)
@@ -41,6 +43,7 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
     many, few = preview.sources
     assert (many.format, few.format) == ("alpaca", "messages")
+    assert (many.unused, few.unused) == ("", "unused columns: id")
     assert (few.rows, few.dropped, few.documents, few.times_an_epoch) == (2, 1, 1, 10)
     assert many.truncated == preview.truncated > 0
     assert few.share == pytest.approx(0.25, abs=0.02)

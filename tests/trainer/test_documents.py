@@ -15,9 +15,9 @@ import pytest
 
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import _pack, fill
-from so_tui_trainer.data.rows import Conversation
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from so_tui_trainer.data.turns import Conversation
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.python_path import printed
@@ -85,7 +85,7 @@ def test_what_stands_in_columns_of_its_own_comes_first(tmp_path: Path, layout: s
 
 
 ADD, HALVE = {"name": "add", "arguments": {"a": 2, "b": None}}, {"name": "halve", "arguments": {}}
-TOOLS = [{"name": "add", "default": None}]
+TOOLS = [{"type": "function", "function": {"name": "add", "default": None}}]
 
 
 def calling(calls: object, **columns: object) -> dict[str, Any]:
@@ -107,12 +107,13 @@ def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     (tools, *_, add), second = conversations(tmp_path / "rows.parquet")
     assert (tools.role, tools.extra) == ("tools", (("tools", TOOLS),))
     # A null that is a column cannot be told from a key that the row has not.
-    assert add.extra == (("tool_calls", [{"function": ADD | {"arguments": {"a": 2}}}]),)
+    two = {"type": "function", "function": ADD | {"arguments": {"a": 2}}}
+    assert add.extra == (("tool_calls", [two]),)
     assert [message.role for message in second] == ["user", "assistant"]
     written = [{"function": ADD | {"arguments": json.dumps(ADD["arguments"])}}]
     for given in (written, json.dumps(written), json.dumps([{"function": ADD}])):
         ((*_, said),) = conversations(lines(tmp_path, [calling(given, content="")]))
-        assert dict(said.extra)["tool_calls"] == [{"function": ADD}]
+        assert dict(said.extra)["tool_calls"] == [{"type": "function", "function": ADD}]
 
 
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:

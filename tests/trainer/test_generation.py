@@ -25,9 +25,9 @@ from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import Chat, chat_of
 from so_tui_trainer.data.encoder import Encoder, leading_ids
-from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.spans import documents_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import TEXT, Message
 from so_tui_trainer.export import _marker_of, of_folder, placed
 from so_tui_trainer.generation import (
     Prompts,

@@ -1,6 +1,7 @@
 """Weights in the hub's layouts: what must be there, of multimodal models too, and MXFP4 in bf16."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -14,24 +15,39 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from benchmarks.architecture_models import of_kind
 from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
+from so_tui.spec.model_table import dropouts
 from so_tui_trainer.export import of_folder
-from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
+    _compute_buffers,
     _converted_folder,
     _Match,
     _realised,
+    constructed,
+    load,
     match_weights,
     meta_model,
     refuse_mismatch,
     trainable_folder,
     weights_folder,
 )
+from so_tui_trainer.tools.check_inputs import _stored
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.launching import tiny
-from tests.support.models import MULTIMODAL, ONE_OF_EACH, causal_model, load_pretrained, saved
+from tests.support.models import (
+    MULTIMODAL,
+    ONE_OF_EACH,
+    OTHERS,
+    another,
+    causal_model,
+    known,
+    load_pretrained,
+    saved,
+)
 from tests.support.problems import refusal
 from tests.support.python_path import printed
 
@@ -92,6 +108,87 @@ def test_a_tied_head_need_not_be_stored_and_may_be(tmp_path: Path) -> None:
     rewrite(tmp_path, angles | {"lm_head.weight": stored})
     found = matched(model, tmp_path)
     assert (found.missing, found.unexpected) == ((), ())
+
+
+def test_a_head_that_is_not_the_embedding_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers that save each name have written such: transformers warns, and does not tie them."""
+    model = saved("qwen3-14b", tmp_path, tie_word_embeddings=True)
+    embedding: Any = model.get_input_embeddings()
+    stored = embedding.weight.detach()
+    spec = tiny(model__id=str(tmp_path), model__weights="pretrained")
+    rewrite(tmp_path, {"lm_head.weight": stored.float()})
+    assert _stored(spec, tmp_path) == []
+    own = stored.clone()
+    own[-1, -1] += 1
+    rewrite(tmp_path, {"lm_head.weight": own})
+    problem = refusal(lambda: _stored(spec, tmp_path))
+    assert (problem.code, problem.field) == ("weights-untied", "model.id")
+    for said in ("lm_head.weight", "model.embed_tokens.weight", "model.safetensors"):
+        assert said in problem.message
+    # The remedy.
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text()) | {"tie_word_embeddings": False}
+    path.write_text(json.dumps(written))
+    assert _stored(spec, tmp_path) == []
+    assert torch.equal(loaded(tmp_path, monkeypatch).lm_head.weight, own)
+
+
+ROUTED = known({"deepseek_v3": {}, "minimax_m2": {}, "dots1": {}})
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_buffers_that_decide_stay_in_fp32(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of routers and rotary frequencies, as transformers has them in fp32."""
+    spec = another(kind) if kind in OTHERS else of_kind(kind)
+    plain = causal_model(load_config(spec), torch.float32)
+    for name, buffer in plain.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(10 + torch.rand_like(buffer) / 100)  # bf16 would make all of them 10
+    plain.save_pretrained(tmp_path)
+    found = dict(loaded(tmp_path, monkeypatch).named_buffers())
+    expected = dict(load_pretrained(tmp_path)[0].named_buffers())
+    assert any("e_score_correction_bias" in name for name in expected)
+    for name, buffer in expected.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name], buffer), name
+
+
+def loaded(folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Load a folder's weights as a rank does, into a model that is not sharded."""
+    patch.setattr("superoffload.local_shard", lambda whole: (whole.data.view(-1), 0))
+    config, index = load_config(ModelSpec(id=str(folder), weights="pretrained")), read_index(folder)
+    meta, model = meta_model(config), constructed(config)
+    _compute_buffers(model, meta)
+    load(model, meta, match_weights(meta, index), index, lambda done, total: None)
+    return model
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        ("llama-3.1-8b", "model.layers.0.mlp.up_proj.weight"),
+        ("llama-3.1-8b", "model.norm.weight"),
+        ("qwen3-30b-a3b", "model.layers.1.mlp.experts.2.gate_proj.weight"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(
+    preset: str, name: str, number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(preset, tmp_path).save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors").unlink()
+    assert loaded(tmp_path, monkeypatch)
+    (file,) = (path for path in tmp_path.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = number
+    save_file(tensors, file, metadata={"format": "pt"})
+    problem = refusal(lambda: loaded(tmp_path, monkeypatch))
+    assert (problem.code, problem.value) == ("weights-not-finite", str(file))
+    assert problem.message.startswith(f"{name} ")
 
 
 def test_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:
@@ -228,6 +325,16 @@ def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None
     assert model.config["model_type"] == LANGUAGE[kind]
     assert not any("vision" in name for name in names)
     assert any("multimodal" in note and "exported" in note for note in notes)
+
+
+def test_dropout_of_the_kinds_own_default_is_described(tmp_path: Path) -> None:
+    """config.json need not say it: GPT-2 drops a tenth by default."""
+    small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 320, "embd_pdrop": 0.0}
+    model, _ = described(tmp_path, model_type="gpt2", **small)
+    assert dropouts(model.config) == {"attn_pdrop": 0.1, "resid_pdrop": 0.1}
+    config = load_config(ModelSpec(id=str(tmp_path), weights="pretrained"))
+    assert disable_dropout(config) == dropouts(model.config)
+    assert dropouts(config.to_dict()) == {}
 
 
 def test_an_untrainable_language_part_is_refused(tmp_path: Path) -> None:

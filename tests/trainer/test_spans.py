@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import Chat, TemplateError, chat_of
-from so_tui_trainer.data.rows import Conversation, Message
 from so_tui_trainer.data.spans import Written, calls_of, documents_of, reasoning_of, text_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import Conversation, Message
 from tests.support.launching import tiny
 
 SPECIALS = ("<|a|>", "<|b|>", "<|end|>", "<|user|>", "<|bot|>", "<|tool|>", "<|call|>", "</call>")

@@ -21,9 +21,9 @@ from so_tui.spec.generation import Ended, Prompt, Sampling, Turn
 from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart
 from so_tui_trainer.data.chat import Chat, TemplateError, chat_of
 from so_tui_trainer.data.encoder import leading_ids
-from so_tui_trainer.data.rows import Message
 from so_tui_trainer.data.spans import question
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.turns import Message
 from so_tui_trainer.older_versions import cache_argument
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.step_limits import limited

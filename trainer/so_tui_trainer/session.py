@@ -57,7 +57,7 @@ from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.kernels import replace_slow_matmuls
-from so_tui_trainer.model.trained import parameter_count, parameter_groups
+from so_tui_trainer.model.trained import TrainedModel, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
@@ -158,6 +158,16 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, recorder: Rec
             f"some documents are longer than the {thousands(positions)} positions that the model "
             "supports",
             "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
+        )
+
+
+def _warn_of_dropout(model: TrainedModel, recorder: Recorder) -> None:
+    if model.dropouts:
+        named = ", ".join(f"{name} = {share:g}" for name, share in model.dropouts.items())
+        recorder.warn(
+            "dropout-off",
+            f"the model's config.json asks for dropout ({named}), and it is trained without",
+            "Nothing is needed: the kernels for packed documents have no dropout.",
         )
 
 
@@ -384,6 +394,7 @@ class Session:
             if evaluation:
                 evaluation.end_to_end = True
         _check_sizes(model.causal.config, documents, self.spec, self.recorder)
+        _warn_of_dropout(model, self.recorder)
         parameters = parameter_count(model)
         if not found:  # a table never bars the way to what a run has saved
             _check_table(self.spec, parameters)

@@ -118,14 +118,15 @@ def initialize(
     adapter.import_muon()
     groups = _trainable(parameter_groups, model)
     if settings.replaces_deepspeeds_optimizer:
-        with replacing_optimizers(settings):
+        with replacing_optimizers(settings), adapter.keeping_buffers(model):
             return deepspeed.initialize(  # type: ignore[no-any-return]
                 model=model, optimizer=_torch_adamw(groups, settings), config=ds_config, **arguments
             )
     optimizer = _deepspeed_optimizer(groups, settings)
-    made = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments
-    )
+    with adapter.keeping_buffers(model):
+        made = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments
+        )
     adapter.finish(made[0], settings)
     return made  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, first_line
 from so_tui.spec.errors import reject
-from so_tui_trainer.data.rows import REASONING_KEYS, TOOLS, Message
+from so_tui_trainer.data.turns import REASONING_KEYS, TOOLS, Message
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Chat:
     """The key from which the template takes reasoning."""
     text_arguments: bool = False
     """Whether the template takes the arguments of a call as JSON, and not as an object."""
+    turn_marks: tuple[str, ...] = ()
+    """What the template writes between a question and its answer: special tokens, or text."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -160,6 +162,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
         with limited(f"the chat template of {tokenizer.name_or_path}"):
             closing = plain.render([asked, answer], thinks=False).partition(answer.content)[2]
             before = plain.render([asked, answer, asked], thinks=False).partition(answer.content)[2]
+            plain = replace(plain, turn_marks=_turn_marks(plain, asked))
     except TemplateError as error:
         raise _no_stop_token(
             "chat-template-unusable",
@@ -185,6 +188,11 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
         )
     found = _with_calls(found, asked)
     return replace(found, warnings=tuple(_stop_warnings(tokenizer, found, closing)))
+
+
+def _turn_marks(chat: Chat, asked: Message) -> tuple[str, ...]:
+    between = chat.render([asked], ask=True).partition(asked.content)[2]
+    return tuple(chat.specials.findall(between)) or tuple(filter(None, [between.strip()]))
 
 
 def _with_calls(chat: Chat, asked: Message) -> Chat:

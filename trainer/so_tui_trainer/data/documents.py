@@ -80,6 +80,8 @@ class SourcePart(Struct, frozen=True, omit_defaults=True):
     source: str = ""
     """Not stored, like the weight: runs may name and weigh the same rows differently."""
     weight: float = 1.0
+    unused: tuple[str, ...] = ()
+    """Columns that its layout does not read."""
 
 
 class Padding(NamedTuple):

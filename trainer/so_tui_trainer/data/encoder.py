@@ -19,9 +19,10 @@ from so_tui.spec.run_spec import LossOn
 from so_tui.units import thousands
 from so_tui_trainer.data.chat import Chat, TemplateError
 from so_tui_trainer.data.documents import Counts
-from so_tui_trainer.data.rows import TEXT, bad_row
+from so_tui_trainer.data.rows import bad_row
 from so_tui_trainer.data.sources import Opened
 from so_tui_trainer.data.spans import Segment, Written, documents_of
+from so_tui_trainer.data.turns import TEXT, unknown_kinds
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Encoder:
             InputError: A row cannot be read.
         """
         leading = leading_ids(self.chat.tokenizer)
+        template = str(self.chat.tokenizer.chat_template)
         for start in range(first, last, _BATCH_ROWS):
             end, source = min(start + _BATCH_ROWS, last), opened.source.source
             rows = f"rows {thousands(start + 1)} to {thousands(end)} of {source}"
@@ -135,6 +137,8 @@ class Encoder:
                 own_leading = leading if bare or not self.chat.templated else []
                 own = list(islice(encoded, len(written.documents)))
                 fitted = [self._fit(number, own_leading, tokens, bare=bare) for tokens in own]
+                unknown = unknown_kinds(conversation, template)
+                written = written._replace(kinds=written.kinds | unknown)
                 yield _joined(number, fitted, written)
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:

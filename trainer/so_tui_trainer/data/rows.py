@@ -1,4 +1,4 @@
-"""Read rows of a data set as conversations.
+"""Read rows of a data set as conversations: layouts of rows, and what their columns hold.
 
 A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from
 its first token on. Descriptions of tools are a message of the role ``tools`` at the start.
@@ -6,52 +6,48 @@ its first token on. Descriptions of tools are a message of the role ``tools`` at
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from so_tui.spec import DataSource, InputError
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
+from so_tui_trainer.data.calls import (
+    RowError,
+    UnreadCallError,
+    calls_of,
+    glaive_call,
+    hermes_calls,
+    listed_tools,
+    responses,
+    short_repr,
+    tools_of,
+)
+from so_tui_trainer.data.turns import (
+    REPLACED,
+    TEXT,
+    TOOLS,
+    UNREAD,
+    UNTRAINED,
+    Conversation,
+    Message,
+    Row,
+    WeightError,
+    text_of,
+    turns,
+)
 
-Row = Mapping[str, Any]
-TEXT = "text"
-"""Role of plain text."""
 TEXT_COLUMNS = frozenset(
     ("instruction", "input", "output", "prompt", "completion", "text", "content", "value")
 )
 """Columns of rows, and keys of their turns, that hold text."""
-TOOLS = "tools"
-"""Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write
-them.
-"""
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Keys of a turn that hold what an answer thinks, as data sets and templates name them."""
-UNTRAINED = ("weight", 0)
-"""Key of an answer that is context."""
-
-
-class Message(NamedTuple):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    extra: tuple[tuple[str, Any], ...] = ()
-    """Further keys that a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``
-    ...
-    """
-
-    @property
-    def answers(self) -> bool:
-        """Whether the message has something for the model to learn."""
-        said = bool(self.content.strip()) or any(
-            name == "tool_calls" and calls for name, calls in self.extra
-        )
-        return self.role in ("assistant", TEXT) and said and UNTRAINED not in self.extra
-
-
-Conversation = tuple[Message, ...]
+_TOOL_COLUMNS = (TOOLS, "functions")
+NESTED_COLUMNS = frozenset(
+    ("messages", "conversations", "prompt", "completion", "answers", *_TOOL_COLUMNS)
+)
+"""Columns of rows that may hold objects in objects."""
 
 
 class Layout(NamedTuple):
@@ -63,31 +59,28 @@ class Layout(NamedTuple):
     """Columns that a row must have."""
     read: Callable[[Row], Conversation]
     """Turns a row into a conversation."""
+    further: tuple[str, ...] = ("system", *_TOOL_COLUMNS)
+    """Columns that it reads where a row has them."""
 
-
-class _RowError(Exception):
-    """A row that cannot be read."""
-
-    def __init__(self, column: str, message: str) -> None:
-        """Name the column, with the path of a nested value (``messages[0].role``), and what is
-        wrong with it.
-        """
-        super().__init__(f"column {column}: {message}")
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All columns that it reads."""
+        return self.columns + self.further
 
 
 def _alpaca(row: Row) -> Conversation:
-    instruction, context = _text(row, "instruction"), _text(row, "input")
+    instruction, context = text_of(row, "instruction"), text_of(row, "input")
     prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return *_history(row), Message("user", prompt), Message("assistant", _text(row, "output"))
+    return *_history(row), Message("user", prompt), Message("assistant", text_of(row, "output"))
 
 
 def _alpaca_deepspeed(row: Row) -> Conversation:
     """Read an Alpaca row as DeepSpeed's SuperOffload example does: one text, which nothing ends."""
-    context = _text(row, "input")
+    context = text_of(row, "input")
     given = f"### Input:\n{context}\n\n" if context.strip() else ""
     text = (
-        f"### Instruction:\n{_text(row, 'instruction')}\n\n{given}"
-        f"### Response:\n{_text(row, 'output')}"
+        f"### Instruction:\n{text_of(row, 'instruction')}\n\n{given}"
+        f"### Response:\n{text_of(row, 'output')}"
     )
     return (Message(TEXT, text),)
 
@@ -103,7 +96,7 @@ def _history(row: Row) -> Iterator[Message]:
                 yield Message("user", prompt)
                 yield Message("assistant", answer)
             case _:
-                raise _RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
+                raise RowError(f"history[{index}]", f"is {short_repr(pair)}, not a pair of texts")
 
 
 def _prompt_completion(row: Row) -> Conversation:
@@ -117,167 +110,136 @@ def _prompt_completion(row: Row) -> Conversation:
 
 def _side(row: Row, column: str, role: str) -> Conversation:
     return (
-        (Message(role, _text(row, column)),)
+        (Message(role, text_of(row, column)),)
         if isinstance(row[column], str | int | float | None)
-        else _turns(row, column)
+        else turns(row, column)
     )
 
 
 def _plain(row: Row) -> Conversation:
-    return (Message(TEXT, _text(row, "text")),)
+    return (Message(TEXT, text_of(row, "text")),)
 
 
-_NAMES = {
-    "system": ("system",),
-    "developer": ("developer",),
-    "user": ("user", "human"),
-    "assistant": (
-        "assistant",
-        "gpt",
-        "model",
-        "chatgpt",
-        "bot",
-        "chatbot",
-        "ai",
-        "bing",
-        "bard",
-        "function_call",
-    ),
-    "tool": ("tool", "observation", "function", "function_response", "tool_response", "ipython"),
-}
-_ROLES = {name: role for role, names in _NAMES.items() for name in names}
-_TURN_KEYS = (("role", "content"), ("from", "value"))
+def _xlam(row: Row) -> Conversation:
+    """Read a question and the calls that answer it, each as JSON."""
+    try:
+        extra: dict[str, Any] = {"tool_calls": calls_of(row["answers"], "answers")}
+    except UnreadCallError as error:
+        extra = {UNREAD: str(error)}
+    return Message("user", text_of(row, "query")), Message("assistant", "", (*extra.items(),))
 
 
-def _turns(row: Row, column: str) -> Conversation:
-    """Read a list of turns with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
-    turns = row[column] if row[column] is not None else ()
-    if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise _RowError(column, f"is {_short_repr(turns)}, not a list of turns")
-    return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
+_GLAIVE_TURN = re.compile(r"(?:^|\n\n)(USER|ASSISTANT|FUNCTION RESPONSE): ?")
+_GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
-def _turn(turn: object, column: str) -> Message:
-    if not isinstance(turn, Mapping):
-        raise _RowError(column, f"is {_short_repr(turn)}, not a turn with `role` and `content`")
-    for role_key, content_key in _TURN_KEYS:
-        if turn.get(role_key) is None:
-            continue
-        role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
-        if role is None:
-            raise _RowError(
-                f"{column}.{role_key}",
-                f"is {_short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}",
-            )
-        extra = tuple(
-            (
-                name,
-                [_with_arguments(call) for call in _as_list(value, f"{column}.{name}")]
-                if name == "tool_calls"
-                else _without_nulls(value),
-            )
-            for name, value in turn.items()
-            if name not in (role_key, content_key) and value is not None
-        )
-        return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
-    raise _RowError(
-        column,
-        f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and "
-        "value",
+def _glaive(row: Row) -> Conversation:
+    """Read a conversation that is one text, with a heading before each turn."""
+    before, *parts = _GLAIVE_TURN.split(text_of(row, "chat").strip())
+    if before.strip():
+        raise RowError("chat", f"begins with {short_repr(before)}, not with USER:")
+    return tuple(
+        Message(_GLAIVE_ROLES[heading], said.strip().removesuffix("<|endoftext|>").strip())
+        for heading, said in zip(parts[::2], parts[1::2], strict=True)
     )
 
 
-def _content(value: object, column: str) -> str:
-    """Return the text of a turn; OpenAI's lists of text parts are joined."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
-        if not all(isinstance(part, str) for part in parts):
-            raise _RowError(column, "has parts that are not text")
-        return "".join(str(part) for part in parts)
-    return _text({column: value}, column)
-
-
-def _text(row: Row, column: str) -> str:
-    value = row.get(column)
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)  # JSON's true, not Python's True
-    raise _RowError(column, f"is {_short_repr(value)}, not text")
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove nulls from a value. Where rows differ in their keys, ``datasets`` fills in nulls."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+_MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns with what a model of text would not see."""
+_RESPONSE = "FUNCTION RESPONSE:"
+"""What results begin with where Glaive's rows became turns."""
 
 
 def _with_context(row: Row, layout: Layout) -> Conversation:
-    """Read a row and put what its ``tools`` and ``system`` columns hold in front of the
+    """Read a row and put what its columns of tools and ``system`` hold in front of the
     conversation.
     """
+    for column in _MEDIA_COLUMNS:
+        if row.get(column):
+            raise RowError(column, "is not empty, and only text is trained on")
     said = layout.read(row)
     if not said or said[0].role == TEXT:
         return said
     system = row.get("system")
-    if isinstance(system, str) and system.strip() and said[0].role != "system":
-        said = (Message("system", system), *said)
-    tools = [] if layout.name == "alpaca" else _as_list(row.get(TOOLS), TOOLS)
-    return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
+    if isinstance(system, str) and system.strip():
+        if layout.name == "glaive":
+            system = system.strip().removeprefix("SYSTEM:").strip()
+        if said[0].role != "system":
+            said = (Message("system", system), *said)
+        elif said[0].content.strip() != system.strip():
+            raise RowError("system", "differs from the system turn of the conversation")
+    described = {name: row.get(name) for name in _TOOL_COLUMNS if name in layout.reads}
+    if said[0].role in ("system", "developer"):
+        described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
+        extra = tuple(pair for pair in said[0].extra if pair[0] not in _TOOL_COLUMNS)
+        said = (said[0]._replace(extra=extra), *said[1:])
+    tools: list[dict[str, Any]] = []
+    for name, value in described.items():
+        tools += [tool for tool in tools_of(value, name) if tool not in tools]
+    return _in_one_form(said, tools)
 
 
-def _as_list(value: object, column: str) -> list[Any]:
-    """Return a list, which may be written as JSON. A single object becomes a list of one, an empty
-    value an empty list.
+def _in_one_form(said: Conversation, tools: list[dict[str, Any]]) -> Conversation:
+    """Return a conversation in which calls, results and tools that are written in texts, as in
+    Glaive's and Hermes' rows, are calls, results and tools.
+
+    Texts in Hermes' form stay as they are in rows without tools of their own.
     """
-    if isinstance(value, str):
+    first = said[0]
+    listed: list[dict[str, Any]] = []
+    if first.role == "system":
+        listed = listed_tools(first.content)
+        if listed or (tools and "</tools>" in first.content.partition("<tools>")[2]):
+            said = said[1:]
+    messages = [part for message in said for part in _parts(message, hermes=bool(tools))]
+    if tools := tools or listed:
+        replaced = ((REPLACED, first.content),) if said[:1] != (first,) else ()
+        messages.insert(0, Message(TOOLS, "", ((TOOLS, tools), *replaced)))
+    return tuple(messages)
+
+
+def _parts(message: Message, *, hermes: bool) -> Iterator[Message]:
+    """Yield the message, or the results that it consists of, with the calls in its text.
+
+    Args:
+        message: The message.
+        hermes: Whether calls and results in Hermes' form are read.
+    """
+    text = message.content
+    if message.role == "assistant":
         try:
-            known = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            raise _RowError(column, f"is not JSON ({error.msg})") from error
-        except RecursionError as error:
-            raise _RowError(column, "is nested too deeply") from error
-        except ValueError as error:  # Python converts integers of up to 4,300 digits
-            raise _RowError(column, "has a number of thousands of digits") from error
-    else:
-        known = _without_nulls(value)
-    if not known:
-        return []
-    if isinstance(known, Mapping):
-        return [known]
-    if not isinstance(known, list):
-        raise _RowError(column, f"is {_short_repr(value)}, not a list")
-    return known
-
-
-def _with_arguments(call: Any) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"])}
-    try:
-        given = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
-    except (ValueError, RecursionError):
-        return call  # Not JSON that can be read: the model learns to write it as it is.
-    return {**call, "arguments": given} if isinstance(given, dict) else call
-
-
-def _short_repr(value: object) -> str:
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            found = glaive_call(text) or (hermes_calls(text) if hermes else None)
+        except UnreadCallError as error:
+            yield message._replace(extra=(*message.extra, (UNREAD, str(error))))
+            return
+        if found:
+            content, calls = found
+            message = Message("assistant", content, (*message.extra, ("tool_calls", calls)))
+    elif message.role in ("user", "tool") and text.startswith(_RESPONSE):
+        message = message._replace(role="tool", content=text.removeprefix(_RESPONSE).strip())
+    elif message.role == "tool" and hermes:
+        yield from (message._replace(content=result) for result in responses(text))
+        return
+    yield message
 
 
 LAYOUTS = (
-    Layout("messages", ("messages",), partial(_turns, column="messages")),
-    Layout("sharegpt", ("conversations",), partial(_turns, column="conversations")),
-    Layout("alpaca", ("instruction", "output"), _alpaca),
-    Layout("alpaca-deepspeed", ("instruction", "output"), _alpaca_deepspeed),
+    Layout("messages", ("messages",), partial(turns, column="messages")),
+    Layout("sharegpt", ("conversations",), partial(turns, column="conversations")),
+    Layout("alpaca", ("instruction", "output"), _alpaca, ("input", "history", "system")),
+    Layout("alpaca-deepspeed", ("instruction", "output"), _alpaca_deepspeed, ("input",)),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
-    Layout("text", ("text",), _plain),
+    Layout("xlam", ("query", "tools", "answers"), _xlam),
+    Layout("glaive", ("system", "chat"), _glaive),
+    Layout("text", ("text",), _plain, ()),
 )
+_PREFERENCE_COLUMNS = ("chosen", "rejected", "chosen_messages", "rejected_messages")
+_LABEL_COLUMNS = ("label", "kto_tag")
+
+
+def unused_columns(columns: Sequence[str], layout: Layout) -> tuple[str, ...]:
+    """Return the columns of a source that its layout does not read."""
+    return tuple(name for name in columns if name not in layout.reads)
 
 
 def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
@@ -288,8 +250,19 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
         source: The source; its ``format`` is ``auto`` or names the layout.
 
     Raises:
-        InputError: The columns do not fit.
+        InputError: The columns do not fit, or hold preferences.
     """
+    found = [name for name in _PREFERENCE_COLUMNS if name in columns]
+    if found and source.format == "auto":
+        raise reject(
+            "data-preferences",
+            "data.source",
+            source.source,
+            f"has preferences between answers (the columns {', '.join(found)}), and "
+            "so-tui trains on answers",
+            "Write rows of `messages` that end with the chosen answer. If another column has "
+            "whole conversations already, name its layout in `data.format`.",
+        )
     # What only a name chooses comes after what has the same columns.
     candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
@@ -339,12 +312,40 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
         InputError: Names the row and the column.
     """
     layout = _layout_of_row(row, usual) if source.format == "auto" else usual
+    if layout.name != "text" and (label := _verdict(row)):
+        raise reject(
+            "data-preferences",
+            "data.source",
+            _named(source.source, number),
+            f"has a verdict on its answer (column {label}), and so-tui trains on every answer",
+            "Keep the rows with good answers, and remove the column.",
+        )
     try:
         return _with_context(row, layout)
-    except _RowError as error:
+    except WeightError as error:
+        raise reject(
+            "data-loss-weight",
+            "data.source",
+            _named(source.source, number),
+            f"{error}: a turn is trained or is context",
+            "Set it to 0 or 1, or remove the key.",
+        ) from error
+    except RowError as error:
         raise bad_row(
             "data-row-unreadable", source.source, number, f"{error} (read as {layout.name})"
         ) from error
+
+
+def _verdict(row: Row) -> str:
+    """Return the column with which a row says whether its answer is good; empty without one."""
+    for name in _LABEL_COLUMNS:
+        if (value := row.get(name)) is not None and str(value).lower() in ("true", "false"):
+            return name
+    return ""
+
+
+def _named(source: str, number: int) -> str:
+    return f"{source}, row {thousands(number)}"
 
 
 def bad_row(code: str, source: str, number: int, message: str) -> InputError:
@@ -359,7 +360,7 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
     return reject(
         code,
         "data.source",
-        f"{source}, row {thousands(number)}",
+        _named(source, number),
         message,
         "Correct or remove the row, or set another `data.format`.",
     )

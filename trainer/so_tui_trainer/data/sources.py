@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -31,19 +31,20 @@ from so_tui.trust.files import NotOwnError, open_descriptor, read_bounded
 from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
+    NESTED_COLUMNS,
     TEXT_COLUMNS,
-    Conversation,
     Layout,
     bad_row,
     layout_of,
     read_row,
 )
+from so_tui_trainer.data.turns import Conversation
 from so_tui_trainer.foreign import check_cached, datasets_cache, seen_in
 from so_tui_trainer.hub import causes
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetBuilder
 
 
 # What is checked of a local data file before ``datasets`` reads it, which takes minutes and much
@@ -285,7 +286,15 @@ _METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
 _MAX_NAMED_FILES = 3
 
 
-def _read_file(path: Path, source: DataSource) -> Dataset:
+class _Rows(NamedTuple):
+    """Rows as ``datasets`` has them."""
+
+    rows: Dataset
+    encoded: bool = False
+    """Whether each value is JSON, in a column of text."""
+
+
+def _read_file(path: Path, source: DataSource) -> _Rows:
     """Open one file.
 
     Raises:
@@ -323,7 +332,7 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
         return _read_mixed_columns(source, reader, **options)
 
 
-def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
+def _read_folder(path: Path, source: DataSource) -> tuple[_Rows, tuple[str, ...]]:
     """Open a folder of files, of subsets, or one that ``save_to_disk`` wrote.
 
     Returns:
@@ -338,7 +347,7 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
                 raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
             saved = saved[source.split]
         _refuse_elsewhere((file["filename"] for file in saved.cache_files), f"{path}/", source)
-        return saved, ()
+        return _Rows(saved), ()
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
         _check_file(file, source, str(Path(source.source) / file.relative_to(path)))
@@ -349,29 +358,90 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     return rows, () if source.subset else _ignored_files(path)
 
 
-def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> _Rows:
     """Load rows with every text as it is in the file.
 
     ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a
-    date, and 5 into 5.0 if another row has 2.5. Where it did, the rows are loaded again with
-    explicit types.
+    date, and 5 into 5.0 if another row has 2.5. Objects get nulls for keys that only other rows
+    have. Where it did, the rows are loaded again: from CSV as text, from JSON as JSON.
     """
-    rows = _prepared(source, *what, **options)
+    builder = _prepared(source, *what, **options)
+    rows = builder.as_dataset(split=source.split)
     if "features" in options:
-        return rows
+        return _Rows(rows)
     kind = rows.info.builder_name
     if kind == "csv":
-        options |= _text_columns(rows.column_names)
-    elif kind == "json" and (features := _verbatim_features(rows.features)) != rows.features:
-        options["features"] = features
-    else:
-        return rows
-    return _prepared(source, *what, **options)
+        builder = _prepared(source, *what, **options, **_text_columns(rows.column_names))
+        return _Rows(builder.as_dataset(split=source.split))
+    if kind == "json" and _is_guessed(rows.features):
+        return _read_encoded(source, builder, rows.column_names, what, options["cache_dir"])
+    return _Rows(rows)
 
 
-def _prepared(source: DataSource, *what: str | None, **options: Any) -> Dataset:
-    """Load rows as ``datasets.load_dataset`` does, but only from files of the data set itself: its
-    README.md may name others.
+def _read_encoded(
+    source: DataSource,
+    builder: DatasetBuilder,
+    columns: Sequence[str],
+    what: tuple[str | None, ...],
+    cache_dir: str,
+) -> _Rows:
+    """Load rows of JSON files with each value as JSON: the type for JSON of ``datasets`` rounds
+    fractions to ten digits.
+
+    Args:
+        source: The source.
+        builder: Has its files. Offline, it has none for a source on the hub: the copies that were
+            made online are read then.
+        columns: The keys of its rows.
+        what: What ``datasets`` calls the source.
+        cache_dir: Where copies with a column of text for each key are stored.
+
+    Raises:
+        InputError: Names the file and the row that is not a JSON object.
+    """
+    import datasets
+
+    folder = Path(cache_dir) / "so-tui-encoded"
+    private_folder(folder)
+    index = folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
+    copies: dict[str, list[str]] = {}
+    if not builder.config.data_files:
+        copies = json.loads(read_bounded(index, LARGEST_FILE_BYTES))
+    for split, names in (builder.config.data_files or {}).items():
+        for name in names:
+            copy = folder / f"{hashlib.sha256(f'{name} {columns}'.encode()).hexdigest()[:16]}.jsonl"
+            copies.setdefault(str(split), []).append(str(copy))
+            if copy.exists():
+                continue
+            stored = builder.dl_manager.download(name) if "://" in name else name
+            partial = copy.with_name(f"{copy.name}.{os.getpid()}")
+            try:
+                with partial.open("w", encoding="utf-8") as file:
+                    for row in _json_rows(stored, source):
+                        values = {key: json.dumps(value) for key, value in row.items()}
+                        file.write(json.dumps(values) + "\n")
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            partial.replace(copy)
+    write_atomic(index, json.dumps(copies).encode())
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    options: dict[str, Any] = {"data_files": copies, "cache_dir": cache_dir}
+    encoded = datasets.load_dataset_builder("json", features=features, **options)
+    encoded.download_and_prepare()
+    return _Rows(encoded.as_dataset(split=source.split), encoded=True)
+
+
+def _prepared(source: DataSource, *what: str | None, **options: Any) -> DatasetBuilder:
+    """Prepare rows as ``datasets.load_dataset`` does."""
+    builder = _builder(source, *what, **options)
+    builder.download_and_prepare()
+    return builder
+
+
+def _builder(source: DataSource, *what: str | None, **options: Any) -> DatasetBuilder:
+    """Return what reads rows, but only from files of the data set itself: its README.md may name
+    others.
     """
     import datasets
 
@@ -381,8 +451,7 @@ def _prepared(source: DataSource, *what: str | None, **options: Any) -> Dataset:
         root = f"{place.resolve()}/" if place.is_dir() else f"hf://datasets/{what[0]}@"
         files = (builder.config.data_files or {}).values()
         _refuse_elsewhere(chain.from_iterable(files), root, source)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=source.split)
+    return builder
 
 
 def _refuse_elsewhere(files: Iterable[str], root: str, source: DataSource) -> None:
@@ -471,7 +540,7 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     )
 
 
-def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> _Rows:
     """Load local rows, even if later rows of JSON files have other columns or other types than the
     first ones.
 
@@ -495,8 +564,8 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
                 raise
             write_atomic(columns_file, json.dumps(columns).encode())
     names = json.loads(read_bounded(columns_file, LARGEST_FILE_BYTES))
-    features = datasets.Features({name: datasets.Json() for name in names})
-    return _read_verbatim(source, *what, **options, features=features)
+    builder = _builder(source, *what, **options)
+    return _read_encoded(source, builder, names, what, options["cache_dir"])
 
 
 def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
@@ -506,27 +575,40 @@ def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
         InputError: Names the file and the row that is not a JSON object.
         ValueError: A file that is one list is not JSON; the message names the position.
     """
-    folder = _path_of(source)
-    folder = folder.resolve() if folder.is_dir() else folder  # as datasets names files in it
     found: dict[str, None] = {}
     for file in files:
-        name = str(Path(source.source) / os.path.relpath(file, folder))
-        with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
-            is_list = text.read(1) == "["
-            text.seek(0)
-            for number, line in enumerate(json.load(text) if is_list else text, 1):
-                row = line if is_list else _json_row(line, name, number)
-                if not isinstance(row, dict):
-                    raise bad_row("data-row-not-object", name, number, "is not a JSON object")
-                found |= dict.fromkeys(row)
-                _refuse_columns(len(found), name)
+        for row in _json_rows(file, source):
+            found |= dict.fromkeys(row)
+            _refuse_columns(len(found), source.source)
     return list(found)
 
 
+def _json_rows(file: str, source: DataSource) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON file; blank lines are none.
+
+    Raises:
+        InputError: Names the file and the row that is not a JSON object.
+        ValueError: A file that is one list is not JSON; the message names the position.
+    """
+    folder = _path_of(source)
+    folder = folder.resolve() if folder.is_dir() else folder  # as datasets names files in it
+    name = file if "://" in file else str(Path(source.source) / os.path.relpath(file, folder))
+    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+        is_list = text.read(1) == "["
+        text.seek(0)
+        for number, line in enumerate(json.load(text) if is_list else text, 1):
+            if not is_list and not line.strip():
+                continue
+            row = line if is_list else _json_row(line, name, number)
+            if not isinstance(row, dict):
+                raise bad_row("data-row-not-object", name, number, "is not a JSON object")
+            yield row
+
+
 def _json_row(line: str, name: str, number: int) -> Any:
-    """Decode a line of a file of rows; a blank one is a row without columns."""
+    """Decode a line of a file of rows."""
     try:
-        return json.loads(line) if line.strip() else {}
+        return json.loads(line)
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.colno}"
         raise bad_row("data-row-not-json", name, number, f"is not JSON ({reason})") from error
@@ -548,24 +630,51 @@ def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _verbatim_features(features: Any, name: str = "") -> Any:
-    """Replace guessed timestamps, and fractions in text columns, by JSON, which preserves what is
-    written.
+def _is_guessed(feature: Any, name: str = "") -> bool:
+    """Return whether values of a column may differ from those of the file: timestamps, fractions
+    in text columns, JSON with its rounded fractions, and objects with nulls for keys that a row
+    has not.
     """
     import datasets
 
-    if isinstance(features, dict):
-        return type(features)(
-            {name: _verbatim_features(inner, name) for name, inner in features.items()}
-        )
-    if isinstance(features, datasets.List):
-        return datasets.List(_verbatim_features(features.feature))
-    kind = features.dtype if isinstance(features, datasets.Value) else ""
+    if name in NESTED_COLUMNS and _has_objects(feature):
+        return True
+    if isinstance(feature, dict):
+        return any(_is_guessed(inner, inner_name) for inner_name, inner in feature.items())
+    if hasattr(feature, "feature"):
+        return _is_guessed(feature.feature)
+    kind = feature.dtype if isinstance(feature, datasets.Value) else ""
     return (
-        datasets.Json()
-        if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS)
-        else features
+        isinstance(feature, datasets.Json)
+        or kind.startswith("timestamp")
+        or (kind.startswith("float") and name in TEXT_COLUMNS)
     )
+
+
+def _has_objects(feature: Any, *, turns: bool = True) -> bool:
+    """Return whether a feature has objects, other than turns of plain values if these are left
+    out: nulls among the keys of a turn have no meaning.
+    """
+    if isinstance(feature, dict):
+        if turns and not {"role", "from"}.isdisjoint(feature):
+            return any(_has_objects(inner, turns=False) for inner in feature.values())
+        return True
+    return hasattr(feature, "feature") and _has_objects(feature.feature, turns=turns)
+
+
+def _without_filled_nulls(feature: Any, value: Any) -> Any:
+    """Remove nulls of keys from a value whose rows differ in their keys. ``datasets`` fills them
+    in, except within JSON.
+    """
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {
+            name: _without_filled_nulls(feature.get(name), inner)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if hasattr(feature, "feature") and isinstance(value, list):
+        return [_without_filled_nulls(feature.feature, inner) for inner in value]
+    return value
 
 
 # Turn the errors of ``datasets`` and the hub client into problems with a code and a remedy.
@@ -732,6 +841,8 @@ class Opened(NamedTuple):
     layout: Layout
     """The layout of most rows."""
     warnings: tuple[str, ...] = ()
+    encoded: bool = False
+    """Whether each value is JSON, in a column of text."""
 
     def conversations(self, first: int, last: int) -> Iterator[Conversation]:
         """Yield rows ``first`` to ``last`` (exclusive) in order. They are read together, so
@@ -754,6 +865,14 @@ class Opened(NamedTuple):
                 f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
+        if self.encoded:
+            batch = {
+                name: [None if value is None else json.loads(value) for value in values]
+                for name, values in batch.items()
+            }
+        for name in NESTED_COLUMNS.intersection(() if self.encoded else batch):
+            if _has_objects(feature := self.rows.features[name]):
+                batch[name] = [_without_filled_nulls(feature, value) for value in batch[name]]
         for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):
             yield read_row(dict(zip(batch, values, strict=True)), self.layout, source, number)
 
@@ -768,11 +887,11 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 
 
 def _open(source: DataSource) -> Opened:
-    rows, warnings = _load(source)
+    (rows, encoded), warnings = _load(source)
     _leave_encoded(rows.info.features)
     if len(rows) == 0:
         raise _empty_source(source)
-    return Opened(source, rows, layout_of(rows.column_names, source), warnings)
+    return Opened(source, rows, layout_of(rows.column_names, source), warnings, encoded)
 
 
 def _leave_encoded(feature: Any) -> None:
@@ -788,7 +907,7 @@ def _leave_encoded(feature: Any) -> None:
         feature.decode = False
 
 
-def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
+def _load(source: DataSource) -> tuple[_Rows, tuple[str, ...]]:
     """Return the rows of a source and warnings about them."""
     import datasets
 

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import Chat
-from so_tui_trainer.data.rows import REASONING_KEYS, TEXT, TOOLS, Conversation, Message
+from so_tui_trainer.data.templated import Piece, pieces_of
+from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
 Kind = Literal[
     "system-dropped",
@@ -31,6 +32,7 @@ Kind = Literal[
     "reasoning-composed",
     "turns-split",
     "turns-context",
+    "templated",
 ]
 """What a template leaves out, or what was done where it writes a turn in another form."""
 
@@ -46,7 +48,7 @@ class Written(NamedTuple):
     """A conversation as documents."""
 
     documents: list[list[Segment]]
-    kinds: frozenset[Kind] = frozenset()
+    kinds: frozenset[str] = frozenset()
     unproven: str = ""
     """Why an answer could not be proven; it is context then."""
 
@@ -159,7 +161,7 @@ def _has_calls(text: str, message: Message) -> bool:
     )
 
 
-def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
+def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
     """Return what the turns before an answer have and its context does not."""
     found: set[Kind] = set()
     at = 0
@@ -184,11 +186,9 @@ def _left_out(chat: Chat, before: Sequence[Message], prompt: str) -> set[Kind]:
                 raise _UnprovenError(
                     f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
                 )
-        if not calls_of(
-            message
-        ):  # templates may write what is said beside a call behind its result
-            at = max(at, place)
-        if calls_of(message) and not _has_calls(prompt, message):
+        if not calls_of(message):
+            at = max(at, place)  # what is said beside a call may stand behind its result
+        elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
 
@@ -217,11 +217,13 @@ class _Row:
             TemplateError: The template rejects the turns.
             _UnprovenError: What the model would write is not certain.
         """
-        turn, chat = self.turns[index], self.chat
+        turn = self.turns[index]
+        if reason := dict(turn.extra).get(UNREAD):
+            raise _UnprovenError(str(reason))
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
         prompt = self._prompt(index, thinks=thinks)
-        kinds = _left_out(chat, self.turns[:index], prompt)
+        kinds = _left_out(self.turns[:index], prompt)
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
         if reasoning and not _has(said, reasoning):
@@ -264,7 +266,7 @@ class _Row:
             found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
         if found is None:
             raise _UnprovenError("the template writes it in another form than it asks with")
-        tail, stop = self._closed(index, found, thinks=thinks)
+        tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
@@ -272,7 +274,7 @@ class _Row:
             return closing + text, stop + len(closing) + len(text) - len(tail)
         return tail, stop
 
-    def _closed(self, index: int, tail: str, *, thinks: bool) -> tuple[str, int]:
+    def _closed(self, index: int, tail: str) -> tuple[str, int]:
         """Return a turn with its stop token, and the length without it."""
         chat = self.chat
         tail = tail.removesuffix(chat.after)
@@ -300,7 +302,6 @@ def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
     """Return an answer with the reasoning that the template leaves out, in the form in which
     inference produces it; empty where the template shows no such form.
     """
-    reasoning = reasoning.strip()
     if prompt.rstrip().endswith("<think>"):
         before, closing, text = said.partition("</think>")
         if closing and not before.strip():
@@ -390,8 +391,10 @@ def documents_of(
     """
     if loss == "padded" and conversation and conversation[0].role == TEXT:
         return Written([[Segment(conversation[0].content, True)]])  # padding ends it
+    if conversation and conversation[-1].answers and (pieces := pieces_of(chat, conversation)):
+        return _of_pieces(pieces, loss)
     conversation = tuple(
-        _without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message
+        _without_stop_token(chat, message) if message.role == "assistant" else message
         for message in conversation
     )
     answers = [index for index, message in enumerate(conversation) if message.answers]
@@ -399,12 +402,9 @@ def documents_of(
         answers = answers[-1:]
     if not answers:
         return Written([])
-    if conversation[0].role == TEXT:
-        return Written([[Segment(conversation[0].content + chat.end, True)]])
     everything = loss in ("all", "padded")
     if not chat.templated:
-        parts = _alpaca(chat, conversation, frozenset(answers))
-        found = Written([parts] if any(part.trained for part in parts) else [])
+        found = _plainly(chat, conversation, answers)
     else:
         found = written(chat, conversation, answers, split=split and not everything)
     if not everything or not found.documents:
@@ -414,6 +414,14 @@ def documents_of(
         thinks = any(reasoning_of(message) for message in conversation)
         whole = chat.render(conversation, thinks=thinks) + (chat.stop if chat.open else "")
     return found._replace(documents=[[Segment(whole, True)]])
+
+
+def _of_pieces(pieces: Sequence[Piece], loss: LossOn) -> Written:
+    """Return texts that need no template as a document."""
+    kinds: frozenset[Kind] = frozenset(("templated",) if len(pieces) > 1 else ())
+    if loss in ("all", "padded"):
+        pieces = [("".join(text for text, _ in pieces), True)]
+    return Written([[Segment(*piece) for piece in pieces]], kinds)
 
 
 def question(chat: Chat, conversation: Conversation) -> str:
@@ -432,6 +440,28 @@ def _without_stop_token(chat: Chat, message: Message) -> Message:
     said = message.content.rstrip()
     ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
     return message._replace(content=said.removesuffix(ending)) if ending else message
+
+
+def _plainly(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> Written:
+    """Write a conversation without a template, in the Alpaca layout, which has no calls."""
+    calling = [
+        index
+        for index in answers
+        if calls_of(conversation[index]) or UNREAD in dict(conversation[index].extra)
+    ]
+    parts = _alpaca(chat, conversation, frozenset(answers) - frozenset(calling))
+    text = "".join(part.text for part in parts)
+    kinds = _left_out(conversation, text)
+    thoughts = (reasoning_of(conversation[index]) for index in answers)
+    if any(thought and not _has(text, thought) for thought in thoughts):
+        kinds.add("reasoning-dropped")
+    return Written(
+        [parts] if any(part.trained for part in parts) else [],
+        frozenset(kinds),
+        f"message {calling[0] + 1}: no calls are written without a chat template"
+        if calling
+        else "",
+    )
 
 
 def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:

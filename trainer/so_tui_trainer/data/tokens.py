@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from so_tui.folders import cache_home
 from so_tui.plan import workload
@@ -31,6 +32,7 @@ from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.encoder import Encoder, encoder_for
+from so_tui_trainer.data.rows import unused_columns
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
 from so_tui_trainer.remote_code import explained, load_arguments
@@ -271,7 +273,15 @@ def _tokenise(
         for index, opened in enumerate(sources)
         for first in range(0, len(opened.rows), _TASK_ROWS)
     ]
-    parts = [cache.SourcePart(opened.layout.name, 0, Counts(0, 0, 0)) for opened in sources]
+    parts = [
+        cache.SourcePart(
+            opened.layout.name,
+            0,
+            Counts(0, 0, 0),
+            unused=unused_columns(opened.rows.column_names, opened.layout),
+        )
+        for opened in sources
+    ]
     with ExitStack() as stack:
         writer = cache.Writer(folder)
         stack.callback(shutil.rmtree, writer.partial, ignore_errors=True)
@@ -286,8 +296,10 @@ def _tokenise(
             writer.append("offsets", ends)
             writer.append("rows", done.rows)
             part = parts[done.task.source]
-            parts[done.task.source] = cache.SourcePart(
-                part.layout, part.documents + len(done.lengths), part.counts + done.counts
+            parts[done.task.source] = replace(
+                part,
+                documents=part.documents + len(done.lengths),
+                counts=part.counts + done.counts,
             )
             rows += done.counts.rows
             yield rows, total

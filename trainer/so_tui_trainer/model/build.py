@@ -46,8 +46,8 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     """Refuse a model that would be trained wrongly.
 
     Raises:
-        InputError: Its loss is not that of a plain output projection, or its documents could not be
-            kept apart.
+        InputError: Its loss is not that of a plain output projection, its documents could not be
+            kept apart, or their positions not be computed.
     """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
@@ -66,9 +66,27 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
             "documents that are packed into one sequence cannot be told apart by transformers' "
             f"code for {config.model_type}"
         )
+    elif (kind := _unknown_rotary(causal)) is not None:
+        code, remedy = "model-rotary-unknown", "Choose a model that transformers has code for."
+        message = (
+            f"its rotary frequencies depend on the length of a sequence ({kind}), and its own code "
+            "computes them in a way that so-tui cannot apply to each document"
+        )
     else:
         return
     raise model_problem(code, model, message, remedy)
+
+
+def _unknown_rotary(causal: PreTrainedModel) -> str | None:
+    """Return the type of rotary frequencies by the length of a sequence, if no rotary embedding of
+    transformers' computes them.
+    """
+    if any(map(trained.rope_types, causal.modules())):
+        return None
+    config = causal.config
+    asked = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(asked.get("rope_type") or asked.get("type") or "")
+    return kind if trained.by_length(kind) or kind == "su" else None
 
 
 def _passes_boundaries(causal: PreTrainedModel) -> bool:
@@ -130,7 +148,7 @@ def build(
         raise InputError([problem])
     if problem := sharing_problem(kinds, spec.train.sequence_parallel):
         raise InputError([problem])
-    disable_dropout(config)
+    dropped = disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
     _refuse_unlisted(causal, spec.model)
@@ -151,9 +169,8 @@ def build(
     _set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
-    return TrainedModel(
-        causal, implementation, RouterLoss(causal, coefficient) if coefficient else None
-    )
+    router = RouterLoss(causal, coefficient) if coefficient else None
+    return TrainedModel(causal, implementation, router, dropped)
 
 
 def _host_activations(
@@ -200,6 +217,7 @@ def _causal(
         index = read_index(weights_folder(spec))
         found = weights.match_weights(meta, index)
         weights.refuse_mismatch(found, spec)
+        weights.refuse_untied(meta, found, index, spec)
     causal = weights.empty_model(config, meta, implementation, ds_config)
     if found is not None:
         weights.load(causal, meta, found, index, on_files)

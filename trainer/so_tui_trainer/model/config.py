@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, ModelSpec, first_line
 from so_tui.spec.errors import reject
+from so_tui.spec.model_table import dropouts
 from so_tui_trainer.hub import model_problem
 from so_tui_trainer.remote_code import explained, load_arguments, without_hub_kernels
 
@@ -211,10 +212,13 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def disable_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS
-    names 0.1).
+def disable_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Set every dropout of a configuration to 0: the kernels for packed documents have none.
+
+    Returns:
+        Those that were above 0, by name (Seed-OSS has 0.1).
     """
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    found = dropouts(config.to_dict())
+    for name in found:
+        setattr(config, name, 0.0)
+    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,14 +40,16 @@ class _Documents:
 
     rows: tuple[Tensor, ...] = ()
     """The documents as rows (``Batch.apart``), on the model's device."""
-    long: Tensor | None = None
-    """[rows, width] bool, tokens of documents that are longer than ``original_length``; None before
-    the first micro-batch.
+    lengths: Tensor | None = None
+    """[rows, width] int32, the length of each token's document, for rotary frequencies that depend
+    on it; None before the first micro-batch.
     """
+    distinct: tuple[int, ...] = ()
+    """Those of them for which dynamic frequencies differ from those of short documents."""
 
     def __init__(self, causal: PreTrainedModel) -> None:
         """Make the layers of ``causal`` that carry a state compute each document as a row, and
-        LongRoPE choose its frequencies by document.
+        rotary frequencies that depend on a length be those of each document's.
         """
         kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
         mixers = [
@@ -58,14 +62,29 @@ class _Documents:
             mixer.forward = partial(_each_alone, mixer.forward, others, self)
         self.layers = len(mixers)
         """How many layers of the model carry a state from token to token."""
-        self.original_length = 0
-        """Tokens that a model with LongRoPE was first trained on; 0 for others."""
-        for module in causal.modules():
-            if getattr(module, "rope_type", None) == "longrope":
-                rotary: Any = module
-                parameters = rotary.config.rope_parameters
-                self.original_length = int(parameters["original_max_position_embeddings"])
-                rotary.forward = partial(_by_document, rotary.forward, self)
+        rotaries: list[Any] = [
+            module for module in causal.modules() if any(map(by_length, rope_types(module)))
+        ]
+        for rotary in rotaries:
+            rotary.forward = partial(_by_document, rotary.forward, rotary, self)
+        self._asks_lengths = bool(rotaries)
+        self._dynamic_beyond = min(
+            (
+                int(rotary.original_max_seq_len)
+                for rotary in rotaries
+                if any(map(_is_dynamic, rope_types(rotary)))
+            ),
+            default=math.inf,
+        )
+
+    def see(self, batch: Batch) -> None:
+        """Note the documents of a micro-batch, which is computed next."""
+        self.rows = batch.apart
+        if self._asks_lengths:
+            self.lengths, self.distinct = batch.document_lengths(), ()
+            if batch.longest > self._dynamic_beyond:
+                longer = self.lengths[self.lengths > self._dynamic_beyond]
+                self.distinct = tuple(torch.unique(longer).tolist())  # waits for the GPU
 
 
 def documents_of(causal: PreTrainedModel) -> _Documents:
@@ -78,31 +97,85 @@ def documents_of(causal: PreTrainedModel) -> _Documents:
     return found
 
 
-# LongRoPE (Phi-3, Phi-4-mini, MiniCPM 3): rotary frequencies by the length of each document.
+# Rotary frequencies by the length of each document.
 #
-# Such a model has other frequencies in sequences that are longer than its original length.
-# transformers chooses one of the two sets for a whole forward pass, by the largest position in it.
-# That is wrong where documents are packed, and where ranks have parts of them.
+# With LongRoPE (Phi-3, Phi-4-mini, MiniCPM 3) documents that are longer than the model's original
+# length have other frequencies, and with dynamic ones (NTK) each such length has its own.
+# transformers takes those of the largest position for a whole forward pass, and may keep them for
+# later ones. That is wrong where documents are packed, and where ranks have parts of them.
+
+
+def by_length(rope_type: str) -> bool:
+    """Return whether frequencies depend on the length of a sequence."""
+    return rope_type == "longrope" or _is_dynamic(rope_type)
+
+
+def _is_dynamic(rope_type: str) -> bool:
+    return "dynamic" in rope_type
+
+
+def rope_types(rotary: nn.Module) -> tuple[str, ...]:
+    """Return the types of a rotary embedding of transformers', several if kinds of layers have
+    their own; none for other modules.
+    """
+    found = getattr(rotary, "rope_type", None)
+    return tuple(found.values()) if isinstance(found, dict) else (found,) if found else ()
 
 
 def _by_document(
-    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    run: Callable[..., tuple[Tensor, Tensor]],
+    rotary: Any,
     documents: _Documents,
     x: Tensor,
     position_ids: Tensor,
+    layer_type: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of
-    frequencies.
+    """Return cosines and sines of each token, [rows, width, size]: ``run`` once with the
+    frequencies of short documents, and once with each of the others.
     """
-    if documents.long is None:
-        return run(x, position_ids)
-    short = run(x, position_ids.clamp(max=documents.original_length - 1))
-    beyond = position_ids.new_full((len(position_ids), 1), documents.original_length)
-    long = run(x, torch.cat((position_ids, beyond), dim=1))
+    given = () if layer_type is None else (layer_type,)
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    if documents.lengths is None or not by_length(kind):
+        return run(x, position_ids, *given)
+
+    is_dynamic = _is_dynamic(kind)
+
+    def angles(length: int, positions: Tensor) -> Iterator[Tensor]:
+        """Yield cosines and sines as in a sequence of this length."""
+        if is_dynamic:
+            _forget(rotary, layer_type)
+        last = positions.new_full((len(positions), 1), length - 1)
+        return (made[:, :-1] for made in run(x, torch.cat((positions, last), dim=1), *given))
+
+    if is_dynamic:
+        original = int(rotary.original_max_seq_len)
+    else:
+        parameters = rotary.config.rope_parameters
+        of_kind = parameters if layer_type is None else parameters[layer_type]
+        original = int(of_kind["original_max_position_embeddings"])
+    found = tuple(angles(original, position_ids.clamp(max=original - 1)))
+    if not is_dynamic:
+        return _chosen(documents.lengths > original, angles(original + 1, position_ids), found)
+    for length in documents.distinct:
+        if length > original:
+            own = angles(length, position_ids.clamp(max=length - 1))
+            found = _chosen(documents.lengths == length, own, found)
+    return found
+
+
+def _chosen(where: Tensor, these: Iterable[Tensor], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(
-        torch.where(documents.long[..., None], angles[:, :-1], other)
-        for angles, other in zip(long, short, strict=True)
+        torch.where(where[..., None], this, other)
+        for this, other in zip(these, others, strict=True)
     )
+
+
+def _forget(rotary: Any, layer_type: str | None) -> None:
+    """Make dynamic frequencies those of a short sequence again, whatever has been computed."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    setattr(rotary, f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq"))
+    for name in dict.fromkeys(("max_seq_len_cached", f"{prefix}max_seq_len_cached")):
+        setattr(rotary, name, rotary.original_max_seq_len)
 
 
 # Layers that carry a state from token to token (Mamba, gated delta rule, short convolutions):
@@ -206,7 +279,11 @@ class TrainedModel(nn.Module):
     """A Hugging Face model with a loss in place of its output projection."""
 
     def __init__(
-        self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None
+        self,
+        causal: PreTrainedModel,
+        implementation: str,
+        router: RouterLoss | None = None,
+        dropouts: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Wrap a model.
 
@@ -214,10 +291,12 @@ class TrainedModel(nn.Module):
             causal: The model with its weights.
             implementation: Its attention implementation.
             router: The load-balancing loss, if there is one.
+            dropouts: What its configuration asked to drop, which nothing does.
         """
         super().__init__()
         self.causal = causal
         self.attention = implementation
+        self.dropouts = dropouts
         head: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         self.loss = HeadLoss(head, *logit_changes(causal.config))
         self.dtype = head.dtype
@@ -260,9 +339,7 @@ class TrainedModel(nn.Module):
         return loss + self.router.coefficient * balance
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
-        self._documents.rows = batch.apart
-        if original := self._documents.original_length:
-            self._documents.long = batch.document_lengths() > original
+        self._documents.see(batch)
         hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
             use_cache=False,

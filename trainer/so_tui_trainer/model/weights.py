@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import superoffload
 from so_tui.folders import cache_home
-from so_tui.spec import ModelSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import LARGEST_FILE_BYTES
 from so_tui.trust.files import read_bounded
@@ -79,7 +80,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 def constructed(
     config: PretrainedConfig, implementation: str | None = DEFAULT_ATTENTION
 ) -> PreTrainedModel:
-    """Call the constructor of a causal language model in bf16."""
+    """Call the constructor of a causal language model in bf16, but for some buffers."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -89,7 +90,23 @@ def constructed(
         attn_implementation=implementation,
         **build_arguments(config),
     )
+    _keep_exact(result)
     return result
+
+
+_EXACT = "e_score_correction_bias"
+"""How names of tensors end that stay in fp32, also of models for which transformers does not say so
+or which it only constructs: biases of routers, which decide between nearly equal experts.
+"""
+
+
+def _keep_exact(causal: PreTrainedModel) -> None:
+    """Make buffers fp32 that decide more than bf16 can tell apart."""
+    names = re.compile("|".join((_EXACT, *(causal._keep_in_fp32_modules_strict or ()))))
+    for prefix, module in causal.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and names.search(f"{prefix}.{name}"):
+                setattr(module, name, buffer.float())
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:
@@ -189,6 +206,60 @@ def refuse_mismatch(found: _Match, model: ModelSpec) -> None:
             f"its checkpoint {'; '.join(parts)}",
             "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`.",
         )
+
+
+@torch.no_grad()
+def refuse_untied(
+    meta: PreTrainedModel, found: _Match, index: Mapping[str, Stored], model: ModelSpec
+) -> None:
+    """Refuse a checkpoint whose tensors differ although the configuration makes them one, such as
+    a head and the embedding: one of them would be lost.
+
+    Args:
+        meta: The model on meta tensors.
+        found: How the stored tensors become the model's.
+        index: The stored tensors.
+        model: Where they came from.
+
+    Raises:
+        InputError: There are such tensors (``weights-untied``).
+    """
+    loaded = {
+        name: conversion.sources[0][1]
+        for conversion in found.conversions
+        if conversion.converter is None
+        for name in conversion.shapes
+    }
+    heads = meta._tied_weights_keys or ()
+    for names in {frozenset(names) for names in _ties(meta).values()}:
+        ordered = sorted(names & loaded.keys(), key=lambda name: (name in heads, name))
+        stored = [loaded[name] for name in ordered]
+        for embedding, head in product(stored[:1], stored[1:]):
+            if _differ(index[embedding], index[head], meta.dtype):
+                raise reject(
+                    "weights-untied",
+                    "model.id",
+                    model.id,
+                    f"its config.json says that {head} is {embedding} (tie_word_embeddings), but "
+                    f"{index[head].path.name} has another {head}, which would be lost",
+                    "To train it, set `tie_word_embeddings` to false in the config.json of a local "
+                    "copy, and add that with `so-tui presets add`. To train without it, remove it "
+                    "from that copy.",
+                )
+
+
+def _differ(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
+    """Return whether two stored tensors differ in the type that is trained. Reads them in
+    pieces.
+    """
+    step = PIECE_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+    for start in range(0, one.numel, step):
+        stop = min(start + step, one.numel)
+        first, second = (each.elements(start, stop).to(dtype) for each in (one, other))
+        same = torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
+        if not same:
+            return True
+    return False
 
 
 def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
@@ -504,6 +575,10 @@ def empty_model(
         causal = constructed(config, implementation)
     causal.tie_weights()
     _compute_buffers(causal, meta)
+    for name, parameter in causal.named_parameters():
+        if not parameter.requires_grad and name.endswith(_EXACT):
+            sharded: Any = parameter  # ZeRO-3 gathers each in the type of its parts
+            sharded.data, sharded.ds_tensor.data = parameter.float(), sharded.ds_tensor.float()
     return causal
 
 
@@ -517,6 +592,8 @@ def load(
 ) -> None:
     """Fill the model's weights and stored buffers from a checkpoint that matches it.
 
+    Numbers are checked as they are read, by the rank whose part they are in.
+
     Args:
         causal: The sharded model.
         meta: The same model on meta tensors.
@@ -525,6 +602,7 @@ def load(
         on_files: Called before the first file, and after the last conversion that needs one.
 
     Raises:
+        InputError: A number is infinite or none at all (``weights-not-finite``).
         OSError: A file cannot be read.
     """
     left = Counter(path for conversion in found.conversions for path in _files(conversion, index))
@@ -543,12 +621,14 @@ def load(
         done |= {id(tensor) for tensor in wanted.values()}
         if conversion.converter is None:
             for tensor in wanted.values():
-                _fill_from_file(tensor, index[conversion.sources[0][1]])
+                _fill_from_file(tensor, conversion.sources[0][1], index)
         elif wanted:
             made = _realised(meta, conversion, lambda name: index[name].read())
             for name, tensor in wanted.items():
                 part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])
+                if not _is_finite(part):
+                    raise _not_finite(*_culprit(conversion, index))
         paths = _files(conversion, index)
         left.subtract(paths)
         if completed := sum(not left[path] for path in paths):
@@ -560,12 +640,44 @@ def _files(conversion: _Conversion, index: Mapping[str, Stored]) -> set[Path]:
     return {index[name].path for _, name in conversion.sources}
 
 
-def _fill_from_file(tensor: Tensor, stored: Stored) -> None:
+def _fill_from_file(tensor: Tensor, name: str, index: Mapping[str, Stored]) -> None:
+    stored = index[name]
     part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
         piece = part[begin : begin + step]
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
+        if not _is_finite(piece):
+            raise _not_finite(name, stored)
+
+
+def _is_finite(part: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite.
+
+    Their extremes are not if any of them is not, and take one pass without a copy.
+    """
+    if not part.is_floating_point() or not part.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(part))).all())
+
+
+def _culprit(conversion: _Conversion, index: Mapping[str, Stored]) -> tuple[str, Stored]:
+    """Return the first of a conversion's stored tensors that is not finite; the first one if the
+    conversion made them so.
+    """
+    names = [name for _, name in conversion.sources]
+    first = next((name for name in names if not _is_finite(index[name].read())), names[0])
+    return first, index[first]
+
+
+def _not_finite(name: str, stored: Stored) -> InputError:
+    return reject(
+        "weights-not-finite",
+        "model.id",
+        str(stored.path),
+        f"{name} holds NaN or infinity, so the model cannot be trained",
+        "Download it again with `so-tui fetch`, or choose another checkpoint.",
+    )
 
 
 def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
@@ -580,16 +692,15 @@ def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
-    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would
-    be inaccurate.
+    """Give buffers the type that they have without ZeRO-3, which creates them in the weights', and
+    compute those of modules without weights again: rotary frequencies in bf16 would be inaccurate.
     """
     for module, plain in zip(causal.modules(), meta.modules(), strict=True):
         buffers = dict(plain.named_buffers(recurse=False))
-        if not buffers or next(module.parameters(recurse=False), None) is not None:
-            continue
         for key, like in buffers.items():
             have = getattr(module, key)
             if have.dtype != like.dtype:
-                setattr(module, key, torch.empty_like(like, device=have.device))
-        owner: Any = causal
-        owner._init_weights(module)
+                setattr(module, key, torch.empty_like(like, device=have.device).copy_(have))
+        if buffers and next(module.parameters(recurse=False), None) is None:
+            owner: Any = causal
+            owner._init_weights(module)

@@ -104,7 +104,10 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
             )
         ]
     meta = weights.meta_model(load_config(spec.model))
-    weights.refuse_mismatch(weights.match_weights(meta, stored.read_index(folder)), spec.model)
+    index = stored.read_index(folder)
+    found = weights.match_weights(meta, index)
+    weights.refuse_mismatch(found, spec.model)
+    weights.refuse_untied(meta, found, index, spec.model)
     return []
 
 

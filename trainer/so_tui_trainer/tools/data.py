@@ -130,6 +130,7 @@ def _sources(documents: Documents, epoch: Int64s) -> list[Answer]:
             "tokens": tokens[index],
             "trained_tokens": trained[index],
             "share": float(met[index] / len(epoch)),
+            "unused_columns": list(part.unused),
             "times_an_epoch": float(met[index] / part.documents),
         }
         for index, part in enumerate(documents.parts)

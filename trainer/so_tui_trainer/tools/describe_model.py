@@ -33,7 +33,7 @@ from so_tui.spec import (
 )
 from so_tui.spec.check import exists, is_folder
 from so_tui.spec.errors import reject
-from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
+from so_tui.spec.model_table import dropouts, mixing_kinds, packing_problem, recurrent_kinds
 from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
@@ -216,6 +216,7 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
     shape: dict[str, Any] = {
         key: value for key, value in named.items() if isinstance(value, int | float)
     }
+    shape |= dropouts(config.to_dict())
     kinds = list(kinds_of(config))
     return (
         shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -134,6 +134,25 @@ def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
     numel = sharded.ds_tensor.ds_numel
     start = numel * comm.get_rank(group=sharded.ds_process_group)
     return sharded.ds_tensor.data[: max(0, min(numel, sharded.ds_numel - start))], start
+
+
+@contextmanager
+def keeping_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the types of a model's buffers while DeepSpeed makes its engine.
+
+    Until 0.18.9 it casts all of them with the parameters: rotary frequencies in bf16 turn late
+    tokens by wrong angles.
+    """
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    yield
+    for module, name, buffer in kept:
+        made = getattr(module, name)
+        if made.dtype != buffer.dtype:
+            setattr(module, name, buffer.to(made.device))
 
 
 def finish(engine: Engine, settings: Settings) -> None:
