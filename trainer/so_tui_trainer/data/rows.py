@@ -263,7 +263,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
             "Write rows of `messages` that end with the chosen answer. If another column has "
             "whole conversations already, name its layout in `data.format`.",
         )
-    # What only a name chooses comes after what has the same columns.
+    # A layout that is never detected follows one with the same columns.
     candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
         if set(layout.columns) <= set(columns):
