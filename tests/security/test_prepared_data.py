@@ -28,11 +28,14 @@ from so_tui.spec import DataSource, DataSpec, InputError
 from so_tui_trainer.data.sources import open_sources
 try:
     (opened,) = open_sources(DataSpec(source=sys.argv[1]))
-    print(*opened.rows["text"])
+    print(*(said.content for (said,) in opened.conversations(0, len(opened.rows))))
 except InputError as error:
     print(*(f"{problem.code} {problem.message}" for problem in error.problems))
 """
-CONVERSATIONS = ROWS.replace('*opened.rows["text"]', "*opened.conversations(0, 1)")
+CONVERSATIONS = ROWS.replace(
+    "*(said.content for (said,) in opened.conversations(0, len(opened.rows)))",
+    "*opened.conversations(0, 1)",
+)
 FILL = """
 import sys
 from pathlib import Path
@@ -48,19 +51,17 @@ EXCHANGE = (
 import os, sys
 from pathlib import Path
 import datasets
-given = datasets.load_dataset_builder
+given = datasets.DatasetBuilder.download_and_prepare
 shared, private = Path(os.environ["SHARED"]), Path(os.environ["PRIVATE"])
 def exchanged(*what, **options):
     kept = shared.rename(shared.with_suffix(".kept"))
     shared.symlink_to(private)
     try:
-        builder = given(*what, **options)
-        builder.download_and_prepare()
+        given(*what, **options)
     finally:
         shared.unlink()
         kept.rename(shared)
-    return builder
-datasets.load_dataset_builder = exchanged
+datasets.DatasetBuilder.download_and_prepare = exchanged
 """
     + ROWS
 )

@@ -20,7 +20,7 @@ from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
 from so_tui.spec.model_table import dropouts
 from so_tui_trainer.export import of_folder
-from so_tui_trainer.model.config import disable_dropout, load_config
+from so_tui_trainer.model.config import disable_dropout, load_config, stored_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
     _compute_buffers,
@@ -234,6 +234,34 @@ def test_files_that_are_missing_cut_or_damaged_are_named(tmp_path: Path) -> None
     assert refusal(lambda: read_index(tmp_path)).code == "weights-truncated"
     whole.write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
     assert refusal(lambda: read_index(tmp_path)).code == "weights-damaged"
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:34cd\nsize 9\n"
+
+
+PART, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", PART, "config.json", INDEX])
+def test_pointers_of_git_lfs_are_no_model(name: str, tmp_path: Path) -> None:
+    parts = "400KB" if name in (PART, INDEX) else "1GB"
+    saved("qwen3-14b", tmp_path / "whole").save_pretrained(tmp_path, max_shard_size=parts)
+    (tmp_path / name).read_bytes()  # it is there
+    (tmp_path / name).write_text(POINTER)
+    model = ModelSpec(id=str(tmp_path))
+    read = stored_config if name == "config.json" else lambda _: read_index(tmp_path)
+    problem = refusal(lambda: read(model))
+    assert (problem.code, problem.value) == ("lfs-pointer", str(tmp_path))
+    assert (problem.message.split()[0], "git lfs pull" in problem.remedy) == (name, True)
+
+
+def test_pointers_of_git_lfs_are_noted_when_a_model_is_added(tmp_path: Path) -> None:
+    saved("qwen3-14b", tmp_path)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text(POINTER)
+        *_, found = describe({"model": str(tmp_path)})
+        assert any(f"{tmp_path / name} is a pointer" in note for note in found["notes"])
+        (tmp_path / name).unlink()
 
 
 LANGUAGE = {"gemma3": "gemma3_text", "mistral3": "mistral", "llama4": "llama4_text"}

@@ -13,10 +13,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import datasets
+import pyarrow
 import pytest
 
+from so_tui_trainer.data.sources import open_sources
+from so_tui_trainer.data.tokens import load_tokenizer
 from tests.support.heavy_inputs import INPUTS
 from tests.support.launching import tiny
 from tests.support.python_path import older_than
@@ -27,11 +31,13 @@ from tests.support.rows import (
     documents_of,
     lines,
     source_refusal,
+    spec_of,
     texts,
     turns,
 )
 
 Rows = list[dict[str, Any]]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 731\n"
 
 
 def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> None:
@@ -131,10 +137,148 @@ def test_real_times_in_other_columns_are_no_trouble(tmp_path: Path) -> None:
     assert answers(tmp_path, rows) == ["One."]
 
 
+def test_a_path_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("run [1]/rows[a].jsonl", "b*[c]?.jsonl", "many {2}/rows.csv", "p[1].parquet"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        WRITERS[f"rows{path.suffix}"](path, alpaca("One."))
+        assert answers(tmp_path, path) == ["One."]
+        if path.parent != tmp_path:
+            assert answers(tmp_path, path.parent) == ["One."]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"),
+    [
+        ("rows.jsonl.bak", True),
+        ("rows.jsonl~", True),
+        ("#rows.jsonl#", True),
+        ("~rows.jsonl", True),
+        ("rows.jsonl.tmp", True),
+        ("old/rows.parquet.1", True),
+        ("empty.jsonl", True),
+        (".rows.jsonl.swp", False),
+        ("._rows.jsonl", False),
+        (".ipynb_checkpoints/rows-checkpoint.jsonl", False),
+        ("notes.txt", False),
+    ],
+)
+def test_backups_in_a_folder_are_left_out(tmp_path: Path, name: str, is_named: bool) -> None:
+    folder = lines(tmp_path / "data", alpaca("New.")).parent
+    lines(folder, [] if name.startswith("empty") else alpaca("Old."), name)
+    assert answers(tmp_path, folder) == ["New."]
+    warned = documents_of(tmp_path, folder).warnings
+    assert [f"1 file not read: {name} (" in warning for warning in warned] == [True] * is_named
+
+
+def test_a_copy_in_a_folder_is_read_and_warned_of(tmp_path: Path) -> None:
+    folder = lines(tmp_path / "data", alpaca("New.")).parent
+    lines(folder, alpaca("New."), "rows (copy).jsonl")
+    lines(folder, alpaca("Old."), "rows.other.jsonl")
+    assert sorted(answers(tmp_path, folder)) == ["New.", "New.", "Old."]
+    (warning,) = documents_of(tmp_path, folder).warnings
+    assert "rows.jsonl has the same content as rows (copy).jsonl" in warning
+
+
+QUOTED = 'say "hi", then'
+TABLES: dict[str, tuple[str, list[str]]] = {
+    "pipes.csv": ("instruction|output\na|b, c\n", ["b, c"]),
+    "tabs.csv": ("instruction\toutput\na\tb, c\n", ["b, c"]),
+    "commas.tsv": ("instruction,output\na,b\n", ["b"]),
+    "quoted.csv": ('\ufeffinstruction,output\na,"say ""hi"", then"\n', [QUOTED]),
+    "lines.csv": ('instruction,output\r\na,"b\n\nc"\r\n', ["b\n\nc"]),
+    "slashes.csv": ('instruction,output\na,"C:\\new\\"\n', ["C:\\new\\"]),
+    "returns.csv": ("instruction,output\ra,b\r", ["b"]),
+    "quoted.tsv": ('instruction\toutput\na\t"say ""hi"", then"\n', [QUOTED]),
+    "plain.tsv": ('instruction\toutput\na\t"Hi" he said\nb\t"c\n', ['"Hi" he said', '"c']),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_read_in_its_own_dialect(tmp_path: Path, name: str) -> None:
+    content, said = TABLES[name]
+    path = tmp_path / "tables" / name
+    path.parent.mkdir()
+    path.write_bytes(content.encode())
+    assert answers(tmp_path, path) == answers(tmp_path, path.parent) == said
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_other_encodings_are_named(tmp_path: Path, name: str, encoding: str) -> None:
+    WRITERS[name](tmp_path / name, alpaca("One."))
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, "iconv" in problem.remedy) == ("data-not-utf8", True)
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("instruction,output\na,b\nc,ü\n".encode("latin-1"))
+    assert source_refusal(path, tmp_path).message == "line 3 has text that is not UTF-8"
+
+
+def test_values_of_json_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """Neither other rows of a column nor the size of a number change a value."""
+    call = {"lat": 48.858370123456, "tiny": 1e-12, "id": 123456789012345678901234567890}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": call}}]
+    said = ["[1.50, 2]", '{"a": 1}', "1e-12", 18446744073709551617]
+    rows = [{"messages": turns("Go.", text), "tools": tools} for text in said]
+    (opened,) = open_sources(spec_of(lines(tmp_path, rows)).data)
+    read = [list(conversation) for conversation in opened.conversations(0, len(rows))]
+    assert [conversation[-1].content for conversation in read] == [*map(str, said)]
+    assert [dict(conversation[0].extra)["tools"] for conversation in read] == [
+        row["tools"] for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv.gz", "folder/b.parquet", "rows.json"])
+def test_pointers_of_git_lfs_are_no_data(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    lines(path.parent, alpaca("One."), "a.parquet.jsonl")
+    path.write_text(POINTER)
+    source = path.parent if name.startswith("folder") else path
+    problem = source_refusal(source, tmp_path)
+    assert (problem.code, problem.value) == ("lfs-pointer", str(path))
+    assert f"`git lfs pull` in {path.parent}" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+)
+def test_pointers_of_git_lfs_are_no_tokenizer(tmp_path: Path, name: str) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    load_tokenizer(tiny().model).save_pretrained(tokenizer)
+    (tokenizer / "model.safetensors").write_text(POINTER)  # a tokenizer does not need it
+    rows = lines(tmp_path, alpaca("One."))
+    assert documents_of(tmp_path, rows, model__tokenizer=str(tokenizer)).lengths.size
+    (tokenizer / name).write_text(POINTER)
+    problem = source_refusal(rows, tmp_path, model__tokenizer=str(tokenizer))
+    assert (problem.code, problem.field) == ("lfs-pointer", "model.tokenizer")
+    assert problem.message.startswith(f"{name} is a pointer")
+
+
+@pytest.mark.parametrize("compress", ["zstd", "bz2"])
+def test_compressed_files_need_no_further_package(tmp_path: Path, compress: str) -> None:
+    path = tmp_path / f"rows.jsonl.{'zst' if compress == 'zstd' else compress}"
+    with pyarrow.CompressedOutputStream(str(path), compress) as file:
+        file.write("\n".join(map(json.dumps, alpaca("One.", "Two."))).encode())
+    assert answers(tmp_path, path) == ["One.", "Two."]
+
+
+def test_archives_in_a_folder_are_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with ZipFile(tmp_path / "data" / "rows.zip", "w") as archive:
+        archive.writestr("in/rows.jsonl", json.dumps(alpaca("One.")[0]))
+        archive.writestr("__MACOSX/in/rows.jsonl", json.dumps(alpaca("Two.")[0]))
+    assert answers(tmp_path, tmp_path / "data") == ["One."]
+
+
 def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     for name in ("a.jsonl", "b.jsonl", "train-and-more.txt", ".hidden.json"):
-        lines(folder, [ROWS["alpaca"]], name)
+        lines(folder, alpaca(name), name)
     datasets.Dataset.from_list([ROWS["alpaca"]]).to_parquet(folder / "c.parquet")
     (warning,) = documents_of(tmp_path, folder).warnings
     assert "c.parquet (" in warning
@@ -198,7 +342,6 @@ def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
         pytest.param(
             "rows.jsonl", "\n\n  \n", "data-source-empty", marks=older_than("datasets", 5, 0)
         ),
-        ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-source-unreadable"),
         ("rows.parquet", "no parquet", "data-source-unreadable"),
         ("rows.csv", "instruction,output\n", "data-source-empty"),
         ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
@@ -225,6 +368,20 @@ NESTED = f'{GOOD}\n{GOOD}\n{{"messages": {"[" * 50_000}1{"]" * 50_000}}}\n'
     ("name", "content", "code", "row"),
     [
         ("rows.json", "not json at all", "data-row-not-json", 1),
+        ("rows.jsonl", "null\n", "data-row-not-object", 1),
+        ("rows.json", f"[null, {GOOD}]", "data-row-not-object", 1),
+        ("rows.jsonl", f"{GOOD},\n{GOOD},\n", "data-row-not-json", 1),
+        ("rows.jsonl", f"{GOOD}\n// the end\n", "data-row-not-json", 2),
+        ("rows.jsonl", f'{GOOD}\n{{"output": 1e999}}\n', "data-number-too-long", 2),
+        ("rows.jsonl", f'{GOOD}\n{{"text": "half: \\ud83d"}}\n', "data-half-character", 2),
+        ("rows.json", f'[{GOOD}, {{"text": "\\uDE00"}}]', "data-half-character", 2),
+        ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-line-unreadable", 2),
+        ("rows.csv", "instruction,output\na,b\nc\n", "data-line-unreadable", 2),
+        ("rows.csv", "text\nwell, yes\n", "data-line-unreadable", 1),
+        ("rows.csv", 'instruction,output\n"Go.","A \\"good\\" day"\n', "data-line-unreadable", 1),
+        ("rows.csv", 'instruction,output\nGo.,"A good day\n', "data-line-unreadable", 1),
+        ("rows.tsv", 'instruction\toutput\n"a"\t"\\"b\\""\n', "data-line-unreadable", 1),
+        ("rows.csv", "text,text\na,b\n", "data-column-twice", None),
         ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', "data-row-not-json", 3),
         ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', "data-row-not-json", 2),
         ("rows.jsonl", NESTED, "data-row-too-deep", 3),

@@ -39,15 +39,7 @@ from so_tui_trainer.data.turns import (
     turns,
 )
 
-TEXT_COLUMNS = frozenset(
-    ("instruction", "input", "output", "prompt", "completion", "text", "content", "value")
-)
-"""Columns of rows, and keys of their turns, that hold text."""
 _TOOL_COLUMNS = (TOOLS, "functions")
-NESTED_COLUMNS = frozenset(
-    ("messages", "conversations", "prompt", "completion", "answers", *_TOOL_COLUMNS)
-)
-"""Columns of rows that may hold objects in objects."""
 
 
 class Layout(NamedTuple):

@@ -5,42 +5,48 @@ Imports ``datasets`` only when a source is opened.
 
 from __future__ import annotations
 
+import codecs
 import errno
+import filecmp
 import hashlib
-import json
 import lzma
 import os
 import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import fsspec
 import numpy as np
 
 from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
-from so_tui.spec.check import exists, write_atomic
+from so_tui.spec.check import exists
 from so_tui.spec.errors import reject
-from so_tui.trust.decoding import LARGEST_FILE_BYTES
-from so_tui.trust.files import NotOwnError, open_descriptor, read_bounded
+from so_tui.trust.files import NotOwnError, open_descriptor
 from so_tui.trust.folders import private_folder
 from so_tui.units import thousands
-from so_tui_trainer.data.rows import (
-    NESTED_COLUMNS,
-    TEXT_COLUMNS,
-    Layout,
-    bad_row,
-    layout_of,
-    read_row,
+from so_tui_trainer.data.files import (
+    COMPRESSED,
+    LONGEST_ROW_BYTES,
+    NOT_UTF8_REMEDY,
+    READERS,
+    builder_of,
+    columns_of,
+    content_of,
+    ending,
+    is_data,
+    refuse_columns,
+    values_of,
 )
+from so_tui_trainer.data.rows import Layout, bad_row, layout_of, read_row
 from so_tui_trainer.data.turns import Conversation
 from so_tui_trainer.foreign import check_cached, datasets_cache, seen_in
 from so_tui_trainer.hub import causes
+from so_tui_trainer.pointers import refuse_pointers
 from so_tui_trainer.step_limits import limited
 
 if TYPE_CHECKING:
@@ -53,18 +59,12 @@ if TYPE_CHECKING:
 # Other errors are left to the readers of ``datasets``.
 
 
-LONGEST_ROW_BYTES = 32 << 20
-"""Of a line of JSON. A million tokens of text are about 5 MB."""
 MOST_NESTED = 100
 """Levels of lists and objects in a row. Tool calls have about ten."""
-MOST_COLUMNS = 2_000
-"""Of a table, or keys in rows, nested ones too. Wide tables with text have some hundred."""
 MOST_TIMES = 100
 """How often larger than its file the content of a compressed one may be. Text is some ten times as
 large. Content up to ``_CHECKED_BYTES`` is not judged.
 """
-_SCHEMA_BYTES = 10 << 20
-"""What ``datasets`` takes the columns of JSON from."""
 _CHECKED_ROWS = 2_000_000
 """Lines that are looked at one by one."""
 _LONGEST_LIST_BYTES = 256 << 20
@@ -80,19 +80,24 @@ quote in it.
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _CHUNK_BYTES = 1 << 20
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_OTHER_CODES = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""How UTF-16 begins, and one kind of UTF-32."""
 
 
-def _check_file(path: Path, source: DataSource, name: str = "") -> None:
-    """Refuse a file without rows, or with a line that no reader can handle.
+def _check_file(path: Path, source: DataSource, name: str = "") -> bool:
+    """Refuse a file with a line that no reader can handle.
 
     Args:
         path: The file.
         source: The source that it belongs to.
         name: What errors call it; by default the name of the source.
 
+    Returns:
+        Whether it has rows.
+
     Raises:
-        InputError: It is no regular file (``data-source-not-a-file``), or has a row that is too
+        InputError: It is no regular file (``data-source-not-a-file``), only a pointer to one
+            (``lfs-pointer``), is UTF-16 (``data-not-utf8``), or has a row that is too
             long (``data-row-too-long``) or nested too deeply (``data-row-too-deep``), too many
             columns (``data-too-many-columns``), or far more content than its size
             (``data-expands-too-much``).
@@ -107,28 +112,25 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
         )
-    kind = _READERS.get(_ending(path))
+    kind = READERS.get(ending(path))
+    refuse_pointers((path,), "data.source", name)
     try:
         if kind == "parquet":
             _check_parquet(path, name)
         elif kind is not None:
-            content = fsspec.compression.compr[fsspec.utils.infer_compression(str(path))]
             with (
                 os.fdopen(open_descriptor(path), "rb") as stored,
-                content(stored, mode="rb") as file,
+                content_of(stored) as file,
             ):
-                _check_rows(file, name, is_table=kind == "csv")
+                has_rows = _check_rows(file, name, is_table=kind == "csv")
                 if file is not stored:
                     while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
                         pass
                     _refuse_expansion(file.tell(), stored.tell(), name)
-    except (
-        EOFError,
-        ValueError,
-        zlib.error,
-        lzma.LZMAError,
-    ):  # cut short, damaged, or its package is missing: the reader says which
-        return
+                return has_rows
+    except (EOFError, ValueError, zlib.error, lzma.LZMAError):  # cut short or damaged: the reader
+        return True  # says which
+    return True
 
 
 def _refuse_expansion(content_bytes: int, stored_bytes: int, name: str) -> None:
@@ -147,58 +149,40 @@ def _check_parquet(path: Path, name: str) -> None:
     from pyarrow import parquet
 
     found = parquet.read_metadata(path)
-    _refuse_columns(found.num_columns, name)
+    refuse_columns(found.num_columns, name)
     content = sum(found.row_group(index).total_byte_size for index in range(found.num_row_groups))
     _refuse_expansion(content, path.stat().st_size, name)
 
 
-def _refuse_columns(count: int, name: str) -> None:
-    if count > MOST_COLUMNS:
-        raise reject(
-            "data-too-many-columns",
-            "data.source",
-            name,
-            f"has {thousands(count)} columns or keys in its rows; the limit is "
-            f"{thousands(MOST_COLUMNS)}",
-            "Write a file with the columns that are trained on.",
-        )
-
-
-def _add_keys(value: Any, path: tuple[str, ...], found: set[tuple[str, ...]]) -> None:
-    """Add the path of each key in a row."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            found.add(here := (*path, name))
-            _add_keys(inner, here, found)
-    elif isinstance(value, list):
-        for inner in value:
-            _add_keys(inner, path, found)
-
-
-def _ending(path: Path) -> str:
-    """Return a file's ending without that of a compression, in lower case."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
-    return suffixes[-1] if suffixes else ""
-
-
-def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
+def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> bool:
     """Check the lines of a file of rows, or a file that is one JSON list as a whole.
 
     Args:
         file: Its content.
         name: What errors call it.
         is_table: Whether it is CSV or TSV, where only the first line has the columns.
+
+    Returns:
+        Whether it has rows.
     """
-    checked_bytes = row = 0
-    keys: set[tuple[str, ...]] = set()
+    checked_bytes = row = written = 0
     while (
         checked_bytes < _CHECKED_BYTES
         and row < _CHECKED_ROWS
         and (line := file.readline(LONGEST_ROW_BYTES + 1))
     ):
         checked_bytes, row = checked_bytes + len(line), row + 1
+        if row == 1 and (line.startswith(_OTHER_CODES) or line[:2].count(0) == 1):
+            raise reject(
+                "data-not-utf8",
+                "data.source",
+                name,
+                "is written as UTF-16 or UTF-32",
+                "Save the file as UTF-8: `iconv -f UTF-16 -t UTF-8 FILE > NEW`.",
+            )
         if line.isspace():
             continue
+        written += len(line.splitlines())
         if (
             not is_table
             and row == 1
@@ -221,7 +205,7 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
                     f"is nested more than {MOST_NESTED} levels deep",
                     "Remove the rows that are.",
                 )
-            return
+            return b"{" in content or content.strip() != b"[]"
         if len(line) > LONGEST_ROW_BYTES:
             raise bad_row(
                 "data-row-too-long",
@@ -231,16 +215,13 @@ def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> None:
             )
         if is_table:
             if row == 1:
-                _refuse_columns(1 + max(map(line.count, (b",", b";", b"\t"))), name)
+                refuse_columns(1 + max(map(line.count, (b",", b";", b"\t"))), name)
             continue
         if _is_deep(line):
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
             )
-        if checked_bytes <= _SCHEMA_BYTES:
-            with suppress(ValueError):  # the reader says what is wrong
-                _add_keys(json.loads(line), (), keys)
-            _refuse_columns(len(keys), name)
+    return written > is_table
 
 
 def _is_deep(text: bytes) -> bool:
@@ -268,47 +249,30 @@ def _deepest(text: bytes) -> int:
     return deepest
 
 
-# Read local files with ``datasets``, without copying them into memory and with every text as it is
-# in the file.
-#
-# Imports ``datasets`` only when something is read.
-
-
-_READERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-}
-_METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "config.json")
+"""Files that data sets come with, which ``datasets`` does not read as rows."""
+_CARDS = ("README.md", ".huggingface.yaml")
+"""They name the subsets of a folder."""
 _MAX_NAMED_FILES = 3
 
 
-class _Rows(NamedTuple):
-    """Rows as ``datasets`` has them."""
-
-    rows: Dataset
-    encoded: bool = False
-    """Whether each value is JSON, in a column of text."""
-
-
-def _read_file(path: Path, source: DataSource) -> _Rows:
+def _read_file(path: Path, source: DataSource) -> Dataset:
     """Open one file.
 
     Raises:
         InputError: The file has an unknown ending, is empty or cannot be read, or a subset was
             asked for.
     """
-    reader = _READERS.get(_ending(path))
+    import datasets
+
+    reader = READERS.get(ending(path))
     if reader is None:
         raise reject(
             "data-file-type-unknown",
             "data.source",
             source.source,
             f"files ending in {path.suffix or 'nothing'} cannot be read",
-            f"Use one of {', '.join(_READERS)}.",
+            f"Use one of {', '.join(READERS)}. Unpack an archive first.",
         )
     if source.subset:
         raise reject(
@@ -318,21 +282,20 @@ def _read_file(path: Path, source: DataSource) -> _Rows:
             f"{source.source} is a file, which has no subsets",
             "Leave it empty. In a list of sources, set it for the source that has subsets.",
         )
-    _check_file(path, source)
-    if (size := path.stat().st_size) == 0:
+    if not _check_file(path, source):
         raise _empty_source(source)
-    options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_dir((path,))}
-    with limited(f"the file {source.source}", size):
-        if reader == "csv":
-            import pandas
+    cache = Path(_cache_dir((path,)))
+    with limited(f"the file {source.source}", path.stat().st_size):
+        if reader == "parquet":
+            links = _linked(path.parent, (Path(path.name),), cache, rename="rows.parquet")
+            builder = datasets.load_dataset_builder(str(links), cache_dir=str(cache))
+        else:
+            files = {"train": (str(path.absolute()),)}
+            builder = builder_of(files, reader == "csv", str(cache), lambda _: source.source)
+        return _prepared(source, builder)
 
-            options["sep"] = _separator(path)
-            options |= _text_columns(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
-            return _read_verbatim(source, reader, **options)
-        return _read_mixed_columns(source, reader, **options)
 
-
-def _read_folder(path: Path, source: DataSource) -> tuple[_Rows, tuple[str, ...]]:
+def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """Open a folder of files, of subsets, or one that ``save_to_disk`` wrote.
 
     Returns:
@@ -341,117 +304,96 @@ def _read_folder(path: Path, source: DataSource) -> tuple[_Rows, tuple[str, ...]
     import datasets
 
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        refuse_pointers((file for file in path.rglob("*.arrow")), "data.source", source.source)
         saved = datasets.load_from_disk(str(path), keep_in_memory=False)
         if not isinstance(saved, datasets.Dataset):
             if source.split not in saved:
                 raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
             saved = saved[source.split]
         _refuse_elsewhere((file["filename"] for file in saved.cache_files), f"{path}/", source)
-        return _Rows(saved), ()
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        return saved, ()
+    inside = sorted(file.relative_to(path) for file in _files_in(path))
+    data = [file for file in inside if is_data(file) and file.name not in _METADATA_FILES]
+    if not data:
+        raise ValueError("it has no data files")
+    full = [file for file in data if _check_file(path / file, source, _named(source, file))]
+    if not full:
+        raise _empty_source(source)
+    cache = Path(_cache_dir([path / file for file in inside]))
+    with limited(f"the folder {source.source}", sum((path / file).stat().st_size for file in full)):
+        cards = (file for file in inside if str(file) in _CARDS)
+        links = _linked(path, (*full, *cards), cache)
+        root = f"{path.resolve()}/"
+        try:
+            builder = datasets.load_dataset_builder(
+                str(links), source.subset or None, cache_dir=str(cache)
+            )
+        except FileNotFoundError as error:
+            reason = str(error).replace(f"{links}/", root)
+            _refuse_elsewhere(re.findall("Unable to find '([^']+)'", reason), root, source)
+            raise FileNotFoundError(reason) from error
+        files = builder.config.data_files or {}
+        places = (file.replace(f"{links}/", root) for each in files.values() for file in each)
+        _refuse_elsewhere(places, root, source)
+        own = _own(builder, str(cache), lambda file: _named(source, os.path.relpath(file, links)))
+        rows = _prepared(source, own)
+    used = {Path(os.path.realpath(file)) for each in files.values() for file in each}
+    return rows, (
+        *(() if source.subset else _left_out(path, inside, used)),
+        *_doubled(path, [file for file in full if (path / file).resolve() in used]),
+    )
+
+
+def _named(source: DataSource, file: Path | str) -> str:
+    """Return what errors call a file in a folder."""
+    return str(Path(source.source) / file)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder, also in folders that links lead to, each folder once."""
+    met = set[tuple[int, int]]()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        state = Path(root).stat()
+        if (state.st_dev, state.st_ino) in met:
+            folders.clear()
+            continue
+        met.add((state.st_dev, state.st_ino))
+        yield from (file for name in files if (file := Path(root, name)).is_file())
+
+
+def _linked(folder: Path, files: Iterable[Path], cache: Path, rename: str = "") -> Path:
+    """Link to files from a folder without any others: ``datasets`` takes brackets in paths for
+    patterns, counts backups as data, and knows endings in lower case only.
+    """
+    links = cache.resolve() / "files"
     for file in files:
-        _check_file(file, source, str(Path(source.source) / file.relative_to(path)))
-    with limited(f"the folder {source.source}", sum(file.stat().st_size for file in files)):
-        rows = _read_mixed_columns(
-            source, str(path), source.subset or None, cache_dir=_cache_dir(files)
-        )
-    return rows, () if source.subset else _ignored_files(path)
+        name = file.with_suffix(file.suffix.lower())
+        if name != file and (folder / name).exists():
+            name = file
+        link = links / (rename or name)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another rank was faster
+            link.symlink_to((folder / file).absolute())
+    return links
 
 
-def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> _Rows:
-    """Load rows with every text as it is in the file.
-
-    ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a
-    date, and 5 into 5.0 if another row has 2.5. Objects get nulls for keys that only other rows
-    have. Where it did, the rows are loaded again: from CSV as text, from JSON as JSON.
-    """
-    builder = _prepared(source, *what, **options)
-    rows = builder.as_dataset(split=source.split)
-    if "features" in options:
-        return _Rows(rows)
-    kind = rows.info.builder_name
-    if kind == "csv":
-        builder = _prepared(source, *what, **options, **_text_columns(rows.column_names))
-        return _Rows(builder.as_dataset(split=source.split))
-    if kind == "json" and _is_guessed(rows.features):
-        return _read_encoded(source, builder, rows.column_names, what, options["cache_dir"])
-    return _Rows(rows)
+def _own(builder: DatasetBuilder, cache_dir: str, name_of: Callable[[str], str]) -> DatasetBuilder:
+    """Return our builder instead of one for JSON or tables."""
+    kind = type(builder.config).__name__
+    if kind not in ("JsonConfig", "CsvConfig"):
+        return builder
+    return builder_of(builder.config.data_files, kind == "CsvConfig", cache_dir, name_of)
 
 
-def _read_encoded(
-    source: DataSource,
-    builder: DatasetBuilder,
-    columns: Sequence[str],
-    what: tuple[str | None, ...],
-    cache_dir: str,
-) -> _Rows:
-    """Load rows of JSON files with each value as JSON: the type for JSON of ``datasets`` rounds
-    fractions to ten digits.
-
-    Args:
-        source: The source.
-        builder: Has its files. Offline, it has none for a source on the hub: the copies that were
-            made online are read then.
-        columns: The keys of its rows.
-        what: What ``datasets`` calls the source.
-        cache_dir: Where copies with a column of text for each key are stored.
-
-    Raises:
-        InputError: Names the file and the row that is not a JSON object.
-    """
-    import datasets
-
-    folder = Path(cache_dir) / "so-tui-encoded"
-    private_folder(folder)
-    index = folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
-    copies: dict[str, list[str]] = {}
-    if not builder.config.data_files:
-        copies = json.loads(read_bounded(index, LARGEST_FILE_BYTES))
-    for split, names in (builder.config.data_files or {}).items():
-        for name in names:
-            copy = folder / f"{hashlib.sha256(f'{name} {columns}'.encode()).hexdigest()[:16]}.jsonl"
-            copies.setdefault(str(split), []).append(str(copy))
-            if copy.exists():
-                continue
-            stored = builder.dl_manager.download(name) if "://" in name else name
-            partial = copy.with_name(f"{copy.name}.{os.getpid()}")
-            try:
-                with partial.open("w", encoding="utf-8") as file:
-                    for row in _json_rows(stored, source):
-                        values = {key: json.dumps(value) for key, value in row.items()}
-                        file.write(json.dumps(values) + "\n")
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-            partial.replace(copy)
-    write_atomic(index, json.dumps(copies).encode())
-    features = datasets.Features({name: datasets.Value("string") for name in columns})
-    options: dict[str, Any] = {"data_files": copies, "cache_dir": cache_dir}
-    encoded = datasets.load_dataset_builder("json", features=features, **options)
-    encoded.download_and_prepare()
-    return _Rows(encoded.as_dataset(split=source.split), encoded=True)
-
-
-def _prepared(source: DataSource, *what: str | None, **options: Any) -> DatasetBuilder:
-    """Prepare rows as ``datasets.load_dataset`` does."""
-    builder = _builder(source, *what, **options)
-    builder.download_and_prepare()
-    return builder
-
-
-def _builder(source: DataSource, *what: str | None, **options: Any) -> DatasetBuilder:
-    """Return what reads rows, but only from files of the data set itself: its README.md may name
-    others.
-    """
-    import datasets
-
-    builder = datasets.load_dataset_builder(*what, **options)
-    if "data_files" not in options:
-        place = _path_of(source)
-        root = f"{place.resolve()}/" if place.is_dir() else f"hf://datasets/{what[0]}@"
-        files = (builder.config.data_files or {}).values()
-        _refuse_elsewhere(chain.from_iterable(files), root, source)
-    return builder
+def _prepared(source: DataSource, builder: DatasetBuilder) -> Dataset:
+    try:
+        builder.download_and_prepare()
+    except Exception as error:
+        for cause in causes(error):
+            if isinstance(cause, InputError):
+                raise cause from None
+        raise
+    return builder.as_dataset(split=source.split)
 
 
 def _refuse_elsewhere(files: Iterable[str], root: str, source: DataSource) -> None:
@@ -474,7 +416,7 @@ def _looks_like_path(name: str) -> bool:
     """Return whether a source can only be a path, not a hub id."""
     return (
         name.startswith(("/", ".", "~"))
-        or Path(name).suffix in (*_READERS, *COMPRESSED)
+        or Path(name).suffix in (*READERS, *COMPRESSED)
         or name.count("/") > 1
     )
 
@@ -482,17 +424,6 @@ def _looks_like_path(name: str) -> bool:
 def _path_of(source: DataSource) -> Path:
     """Return the path that a source names, if it does not name a data set on the hub."""
     return Path(resolve_source(source.source)).expanduser()
-
-
-def _separator(path: Path) -> str:
-    """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal
-    signs.
-    """
-    if _ending(path) == ".tsv":
-        return "\t"
-    with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
-        header = text.readline()
-    return ";" if ";" in header and "," not in header else ","
 
 
 def _cache_dir(files: Iterable[Path]) -> str:
@@ -509,172 +440,45 @@ def _cache_dir(files: Iterable[Path]) -> str:
     return str(datasets_cache() / "so-tui" / hashlib.sha256(repr(states).encode()).hexdigest()[:16])
 
 
-def _ignored_files(folder: Path) -> tuple[str, ...]:
-    """Return a warning about data files that ``datasets`` does not read.
-
-    It reads files of one kind only, and if file names mention splits, only those files.
+def _left_out(folder: Path, files: Iterable[Path], used: set[Path]) -> tuple[str, ...]:
+    """Return a warning about files that look like data and are not read. Hidden ones are not
+    named.
     """
-    import datasets
-
-    builder = datasets.load_dataset_builder(str(folder), cache_dir=str(datasets_cache()))
-    config = builder.config
-    used = {Path(file).resolve() for files in (config.data_files or {}).values() for file in files}
-    ignored = [
-        str(path.relative_to(folder))
-        for path in sorted(folder.rglob("*"))
-        if _ending(path) in _READERS
-        and path.name not in _METADATA_FILES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-        and path.resolve() not in used
+    left_out = [
+        str(file)
+        for file in files
+        if any(kind in file.name.lower() for kind in (*READERS, ".zip"))
+        and file.name not in (*_CARDS, *_METADATA_FILES)
+        and not any(part.startswith(".") for part in file.parts)
+        and (folder / file).resolve() not in used
     ]
-    if not ignored:
+    if not left_out:
         return ()
-    more = f" and {len(ignored) - _MAX_NAMED_FILES} more" if len(ignored) > _MAX_NAMED_FILES else ""
-    named = ", ".join(ignored[:_MAX_NAMED_FILES])
+    more = (
+        f" and {thousands(len(left_out) - _MAX_NAMED_FILES)} more"
+        if len(left_out) > _MAX_NAMED_FILES
+        else ""
+    )
+    count = "1 file" if len(left_out) == 1 else f"{thousands(len(left_out))} files"
     return (
         (
-            f"{folder}: not read: {named}{more} (only files of one kind are read, and only those "
-            "of a split if names mention splits)"
+            f"{folder}: {count} not read: {', '.join(left_out[:_MAX_NAMED_FILES])}{more} (backups "
+            "and empty files are not read; of the others, only files of one kind are, and only "
+            "those of a split if names mention splits)"
         ),
     )
 
 
-def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> _Rows:
-    """Load local rows, even if later rows of JSON files have other columns or other types than the
-    first ones.
-
-    ``datasets`` takes columns and types from the first 10 MB. If loading fails, all rows are
-    scanned for columns, and every column is loaded as JSON. The columns that were found are stored
-    beside the cached rows.
-    """
-    import datasets
-
-    columns_file = Path(options["cache_dir"]) / "columns.json"
-    if not columns_file.is_file():
-        try:
-            return _read_verbatim(source, *what, **options)
-        # datasets before 4.8 raises KeyError where a column has values of several kinds.
-        except (datasets.exceptions.DatasetGenerationError, ValueError, KeyError) as error:
-            config = datasets.load_dataset_builder(*what, **options).config
-            if type(config).__name__ != "JsonConfig":
-                raise
-            columns = _json_columns(chain.from_iterable(config.data_files.values()), source)
-            if isinstance(error, ValueError):  # no row is wrong, and other columns would not help
-                raise
-            write_atomic(columns_file, json.dumps(columns).encode())
-    names = json.loads(read_bounded(columns_file, LARGEST_FILE_BYTES))
-    builder = _builder(source, *what, **options)
-    return _read_encoded(source, builder, names, what, options["cache_dir"])
-
-
-def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
-    """Return the keys of all rows of a source's JSON files.
-
-    Raises:
-        InputError: Names the file and the row that is not a JSON object.
-        ValueError: A file that is one list is not JSON; the message names the position.
-    """
-    found: dict[str, None] = {}
+def _doubled(folder: Path, files: Iterable[Path]) -> Iterator[str]:
+    """Yield a warning for each file with the same content as another one."""
+    by_size: dict[int, list[Path]] = {}
     for file in files:
-        for row in _json_rows(file, source):
-            found |= dict.fromkeys(row)
-            _refuse_columns(len(found), source.source)
-    return list(found)
-
-
-def _json_rows(file: str, source: DataSource) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON file; blank lines are none.
-
-    Raises:
-        InputError: Names the file and the row that is not a JSON object.
-        ValueError: A file that is one list is not JSON; the message names the position.
-    """
-    folder = _path_of(source)
-    folder = folder.resolve() if folder.is_dir() else folder  # as datasets names files in it
-    name = file if "://" in file else str(Path(source.source) / os.path.relpath(file, folder))
-    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
-        is_list = text.read(1) == "["
-        text.seek(0)
-        for number, line in enumerate(json.load(text) if is_list else text, 1):
-            if not is_list and not line.strip():
-                continue
-            row = line if is_list else _json_row(line, name, number)
-            if not isinstance(row, dict):
-                raise bad_row("data-row-not-object", name, number, "is not a JSON object")
-            yield row
-
-
-def _json_row(line: str, name: str, number: int) -> Any:
-    """Decode a line of a file of rows."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg.removesuffix(' at')} at character {error.colno}"
-        raise bad_row("data-row-not-json", name, number, f"is not JSON ({reason})") from error
-    except RecursionError as error:
-        raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
-    except ValueError as error:  # Python converts integers of up to 4,300 digits
-        raise bad_row(
-            "data-number-too-long", name, number, "has a number of thousands of digits"
-        ) from error
-
-
-def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
-    """Return the options that load every column of a CSV file as text."""
-    import datasets
-
-    return {
-        "features": datasets.Features({name: datasets.Value("string") for name in columns}),
-        "keep_default_na": False,
-    }
-
-
-def _is_guessed(feature: Any, name: str = "") -> bool:
-    """Return whether values of a column may differ from those of the file: timestamps, fractions
-    in text columns, JSON with its rounded fractions, and objects with nulls for keys that a row
-    has not.
-    """
-    import datasets
-
-    if name in NESTED_COLUMNS and _has_objects(feature):
-        return True
-    if isinstance(feature, dict):
-        return any(_is_guessed(inner, inner_name) for inner_name, inner in feature.items())
-    if hasattr(feature, "feature"):
-        return _is_guessed(feature.feature)
-    kind = feature.dtype if isinstance(feature, datasets.Value) else ""
-    return (
-        isinstance(feature, datasets.Json)
-        or kind.startswith("timestamp")
-        or (kind.startswith("float") and name in TEXT_COLUMNS)
-    )
-
-
-def _has_objects(feature: Any, *, turns: bool = True) -> bool:
-    """Return whether a feature has objects, other than turns of plain values if these are left
-    out: nulls among the keys of a turn have no meaning.
-    """
-    if isinstance(feature, dict):
-        if turns and not {"role", "from"}.isdisjoint(feature):
-            return any(_has_objects(inner, turns=False) for inner in feature.values())
-        return True
-    return hasattr(feature, "feature") and _has_objects(feature.feature, turns=turns)
-
-
-def _without_filled_nulls(feature: Any, value: Any) -> Any:
-    """Remove nulls of keys from a value whose rows differ in their keys. ``datasets`` fills them
-    in, except within JSON.
-    """
-    if isinstance(feature, dict) and isinstance(value, dict):
-        return {
-            name: _without_filled_nulls(feature.get(name), inner)
-            for name, inner in value.items()
-            if inner is not None
-        }
-    if hasattr(feature, "feature") and isinstance(value, list):
-        return [_without_filled_nulls(feature.feature, inner) for inner in value]
-    return value
+        same = by_size.setdefault((folder / file).stat().st_size, [])
+        for earlier in same:
+            if filecmp.cmp(folder / earlier, folder / file, shallow=False):
+                yield f"{folder}: {file} has the same content as {earlier}, and both are read"
+                break
+        same.append(file)
 
 
 # Turn the errors of ``datasets`` and the hub client into problems with a code and a remedy.
@@ -683,7 +487,6 @@ def _without_filled_nulls(feature: Any, value: Any) -> Any:
 # here, and nowhere else.
 
 
-NOT_UTF8_REMEDY = "Save the file as UTF-8."
 _BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
 _BAD_SPLIT = re.compile(
     r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no "
@@ -747,8 +550,6 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
         )
     if "UnicodeDecodeError" in names:
         return "data-not-utf8", NOT_UTF8_REMEDY
-    if "zstd" in text or "zstandard" in text:
-        return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
     found = exists(_path_of(source))
     if _looks_like_path(source.source) or found:
         code = "data-source-unreadable" if found else "data-source-missing"
@@ -840,9 +641,9 @@ class Opened(NamedTuple):
     """Memory-mapped."""
     layout: Layout
     """The layout of most rows."""
+    columns: tuple[str, ...]
+    """Those that any row has."""
     warnings: tuple[str, ...] = ()
-    encoded: bool = False
-    """Whether each value is JSON, in a column of text."""
 
     def conversations(self, first: int, last: int) -> Iterator[Conversation]:
         """Yield rows ``first`` to ``last`` (exclusive) in order. They are read together, so
@@ -865,16 +666,8 @@ class Opened(NamedTuple):
                 f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
-        if self.encoded:
-            batch = {
-                name: [None if value is None else json.loads(value) for value in values]
-                for name, values in batch.items()
-            }
-        for name in NESTED_COLUMNS.intersection(() if self.encoded else batch):
-            if _has_objects(feature := self.rows.features[name]):
-                batch[name] = [_without_filled_nulls(feature, value) for value in batch[name]]
-        for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):
-            yield read_row(dict(zip(batch, values, strict=True)), self.layout, source, number)
+        for number, row in enumerate(values_of(batch, self.columns), first + 1):
+            yield read_row(row, self.layout, source, number)
 
 
 def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
@@ -887,11 +680,12 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 
 
 def _open(source: DataSource) -> Opened:
-    (rows, encoded), warnings = _load(source)
+    rows, warnings = _load(source)
     _leave_encoded(rows.info.features)
     if len(rows) == 0:
         raise _empty_source(source)
-    return Opened(source, rows, layout_of(rows.column_names, source), warnings, encoded)
+    columns = columns_of(rows)
+    return Opened(source, rows, layout_of(columns, source), tuple(columns), warnings)
 
 
 def _leave_encoded(feature: Any) -> None:
@@ -907,7 +701,7 @@ def _leave_encoded(feature: Any) -> None:
         feature.decode = False
 
 
-def _load(source: DataSource) -> tuple[_Rows, tuple[str, ...]]:
+def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """Return the rows of a source and warnings about them."""
     import datasets
 
@@ -933,7 +727,10 @@ def _load(source: DataSource) -> tuple[_Rows, tuple[str, ...]]:
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         check_cached("datasets", name, "data.source")
-        return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()
+        builder = datasets.load_dataset_builder(name, source.subset or None, cache_dir=str(rows))
+        files = builder.config.data_files or {}
+        _refuse_elsewhere(chain.from_iterable(files.values()), f"hf://datasets/{name}@", source)
+        return _prepared(source, _own(builder, str(rows), lambda file: file)), ()
     except (
         OSError,
         ValueError,

@@ -35,6 +35,7 @@ from so_tui_trainer.data.encoder import Encoder, encoder_for
 from so_tui_trainer.data.rows import unused_columns
 from so_tui_trainer.data.sources import Opened, open_sources
 from so_tui_trainer.foreign import own_entry, unwritable
+from so_tui_trainer.pointers import refuse_pointers
 from so_tui_trainer.remote_code import explained, load_arguments
 from so_tui_trainer.step_limits import limited
 
@@ -72,6 +73,7 @@ def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
         explained(model, partial(_no_tokenizer, name, field)),
         limited(f"the tokenizer of {name}", _files_bytes(name)),
     ):
+        refuse_pointers(_files(Path(name)), field, name)
         tokenizer = AutoTokenizer.from_pretrained(**load_arguments(model, field))
     with limited(f"the tokenizer of {name}"):
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
@@ -128,8 +130,13 @@ def _files_bytes(name: str) -> int:
     """
     if not (folder := Path(name)).is_dir():
         return 64 << 20
-    endings = (".json", ".model", ".txt", ".tiktoken")
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in endings)
+    return sum(file.stat().st_size for file in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return a folder's files that a tokenizer may be read from, with its chat templates."""
+    names = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*_templates/*.jinja")
+    return [file for name in names for file in folder.glob(name)]
 
 
 def prepare(
@@ -278,7 +285,7 @@ def _tokenise(
             opened.layout.name,
             0,
             Counts(0, 0, 0),
-            unused=unused_columns(opened.rows.column_names, opened.layout),
+            unused=unused_columns(opened.columns, opened.layout),
         )
         for opened in sources
     ]

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from so_tui.spec import InputError, ModelSpec, first_line
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import dropouts
 from so_tui_trainer.hub import model_problem
+from so_tui_trainer.pointers import refuse_pointers
 from so_tui_trainer.remote_code import explained, load_arguments, without_hub_kernels
 
 if TYPE_CHECKING:
@@ -150,6 +152,8 @@ def stored_config(model: ModelSpec) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    folder = Path(resolve_source(model.id))
+    refuse_pointers((folder / "config.json",), "model.id", model.id)
     result: PretrainedConfig = AutoConfig.from_pretrained(**load_arguments(model))
     _refuse_deep(result.to_dict(), model)
     return without_hub_kernels(result)

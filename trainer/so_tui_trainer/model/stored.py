@@ -22,6 +22,7 @@ from so_tui.trust.decoding import LARGEST_FILE_BYTES
 from so_tui.trust.files import open_descriptor, read_bounded
 from so_tui.units import disk_size
 from so_tui_trainer.foreign import is_own
+from so_tui_trainer.pointers import refuse_pointers
 
 DTYPES = {
     "F64": torch.float64,
@@ -100,6 +101,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
             or truncated.
     """
     names = shards(folder)
+    refuse_pointers((folder / name for name in names), "model.id", str(folder))
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise _problem(
             "weights-incomplete",
@@ -130,6 +132,7 @@ def shards(folder: Path) -> list[str]:
     pattern = whole.name if whole.is_file() else "*.safetensors"
     names = sorted(path.name for path in folder.glob(pattern))
     if index.is_file() and not whole.is_file():
+        refuse_pointers((index,), "model.id", str(folder))
         names = sorted(set(json.loads(read_bounded(index, _INDEX_BYTES))["weight_map"].values()))
     if elsewhere := [name for name in names if _is_elsewhere(folder, name)]:
         raise reject(

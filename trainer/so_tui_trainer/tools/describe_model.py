@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from so_tui.spec.model_table import dropouts, mixing_kinds, packing_problem, rec
 from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
+from so_tui_trainer.pointers import is_pointer
 from so_tui_trainer.remote_code import build_arguments, explained
 from so_tui_trainer.step_limits import limited
 from so_tui_trainer.tools.channel import Answer, serve
@@ -495,7 +496,14 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
             f"its weights are stored as {method} and are converted to bf16 when they are loaded"
         )
     folder = Path(resolve_source(model.id))
-    if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
+    tokenizers = () if model.tokenizer else chain.from_iterable(map(folder.glob, _TOKENIZERS))
+    weights = shards(folder) if model.weights == "pretrained" else ()
+    notes += [
+        f"{path} is a pointer of Git LFS: run `git lfs pull` there before you train it"
+        for path in (*map(folder.joinpath, weights), *tokenizers)
+        if is_pointer(path)
+    ][:1]
+    if folder.is_dir() and model.weights == "pretrained" and not weights:
         notes.append(
             f"{folder} has no weights in safetensors: it can be planned, but trained only with "
             "model.weights=random"
