@@ -25,20 +25,23 @@ def ds_config(plan: Plan) -> Tree:
     """
     level = plan.spec.train.log_level
     changes = {} if level == TrainSpec().log_level else {"log_level": level}
-    if plan.mode == "superoffload" and plan.spec.offload.config != "so-tui":
+    if plan.spec.offload.config != "so-tui":
         return _example_config(plan) | changes
     config = _published_config(plan) | changes
     return engine_config(config) if plan.spec.offload.own_engine else config
 
 
 def _example_config(plan: Plan) -> Tree:
-    """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
+    """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes:
+    that of the mode, ``superoffload`` or ``zerooffload``.
 
     ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless
     ``offload.config`` asks for it. What the examples do not have is left out as well: with several
     micro-batches, gradients are summed in bf16.
     """
-    spec = plan.spec
+    spec, offload = plan.spec, _offload_section(plan)
+    if plan.mode == "zerooffload":
+        del offload["ratio"]  # whose default is 1
     config: Tree = {
         "train_batch_size": plan.gpus * spec.train.micro_batch * spec.gradient_accumulation_steps,
         "bf16": {"enabled": True},
@@ -47,7 +50,7 @@ def _example_config(plan: Plan) -> Tree:
             "overlap_comm": False,
             "reduce_bucket_size": spec.offload.sub_group_size,
             "sub_group_size": spec.offload.sub_group_size,
-            "offload_optimizer": _offload_section(plan),
+            "offload_optimizer": offload,
         },
         "wall_clock_breakdown": True,
     }

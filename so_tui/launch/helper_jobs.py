@@ -197,6 +197,7 @@ LOSS_WORDS = {
     "assistant": "every answer of the assistant is trained",
     "last-turn": "the last answer of each row is trained",
     "all": "every token is trained, prompts too",
+    "padded": "every token is trained, prompts and padding too",
 }
 
 _PICTURES = (

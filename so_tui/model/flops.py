@@ -201,8 +201,11 @@ def seed_tflops_total(
     ``sequence_length``, in one step of ``step_s`` seconds, summed over GPUs.
 
     It counts 2 c P L + 4 c layers hidden L^2 for each, P being all of the model's parameters, with
-    c = 4 when activations are recomputed, else 3.
+    c = 4 when activations are recomputed, else 3. For a mixture of experts the script prints none:
+    0.
     """
+    if shape.experts:
+        return 0.0
     attention = 2.0 * shape.layers * shape.hidden * sequence_length
     passes = 4 if checkpointing else 3
     per_sequence = 2.0 * passes * sequence_length * (parameters + attention)

@@ -302,7 +302,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
         for kind, one in sorted(known.kinds.items()):
             yield DataFound(kind=kind, rows=one.rows, first=one.first, detail=one.detail)
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
-    if masked and not spec.data.packing:
+    if masked and not spec.data.packing and spec.data.loss != "padded":
         rows = target.workload.row_share(spec.train.micro_batch)
         useful = target.workload.useful_share / rows
         mixing = mixing_kinds(layer_kinds(model.config))

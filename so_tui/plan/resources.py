@@ -251,13 +251,15 @@ meant 0.
 
 
 def as_read(spec: RunSpec, machine: Machine) -> RunSpec:
-    """Return the spec as DeepSpeed reads its config: with its default where the clipping key is
-    left out.
+    """Return the spec as DeepSpeed reads its config: with its defaults where the clipping key is
+    left out, or for ZeRO-Offload the ratio.
 
     Args:
         spec: What to run.
         machine: Where; without DeepSpeed there, the newest that is supported counts.
     """
+    if spec.offload.config != "so-tui" and spec.offload.mode == "zerooffload":
+        spec = spec.changed("offload", ratio=1.0)
     if spec.offload.config != "published":
         return spec
     found = machine.software.deepspeed

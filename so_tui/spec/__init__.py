@@ -6,9 +6,9 @@ from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
 from so_tui.spec.keys import FieldInfo, field_index
 from so_tui.spec.merge import (
-    OF_A_SOURCE,
     complete_tree,
     differences,
+    of_a_source,
     parse_value,
     spec_tree,
     with_values,
@@ -39,7 +39,6 @@ from so_tui.spec.run_spec import (
 )
 
 __all__ = [
-    "OF_A_SOURCE",
     "BenchmarkSpec",
     "Catalog",
     "CheckpointSpec",
@@ -69,6 +68,7 @@ __all__ = [
     "find_preset",
     "first_line",
     "load_catalog",
+    "of_a_source",
     "parse_value",
     "problems_in",
     "resolve_source",

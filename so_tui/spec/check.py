@@ -118,10 +118,11 @@ def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
 # router: Ranks that share sequences cannot compute a router loss. nothing-to-offload:
 # ``model.activation_offload`` where no layer keeps what it moves. nothing-to-tile:
 # ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed. published-config:
-# ``offload.config`` of DeepSpeed's own SuperOffload with another engine. parameter-offload:
-# ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU. states-
-# format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other. several-
-# evaluations: Both ``held_out`` and other evaluation data are set. no-evaluation-data: An
+# ``offload.config`` of DeepSpeed's examples with another engine or mode. padded-packing, padded-
+# sequence-parallel: ``data.loss = "padded"`` with rows that are packed or shared. parameter-
+# offload: ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU.
+# states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
+# several-evaluations: Both ``held_out`` and other evaluation data are set. no-evaluation-data: An
 # evaluation interval without data to evaluate on.
 
 
@@ -166,6 +167,28 @@ def _combination_problems(tree: dict[str, Any]) -> Problems:
             "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
         )
     yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
+    yield from _padding_problems(data, train)
+
+
+def _padding_problems(data: dict[str, Any], train: dict[str, Any]) -> Problems:
+    if data.get("loss") != "padded":
+        return
+    if data.get("packing", True) is True:
+        yield Problem(
+            "padded-packing",
+            "data.loss",
+            '"padded"',
+            "fills up each row on its own, and data.packing fills a sequence with several",
+            "Set data.packing = false too, or another data.loss.",
+        )
+    if train.get("sequence_parallel", 1) != 1:
+        yield Problem(
+            "padded-sequence-parallel",
+            "data.loss",
+            '"padded"',
+            "trains rows that ranks cannot share",
+            'Set train.sequence_parallel = 1, or data.loss = "all".',
+        )
 
 
 def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Problems:
@@ -276,14 +299,16 @@ def _offload_problems(offload: dict[str, Any]) -> Problems:
             "is not supported by DeepSpeed's optimizers, which have fp32 moments",
             'Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
         )
-    if offload.get("config", "so-tui") != "so-tui" and engine != "deepspeed":
+    if offload.get("config", "so-tui") != "so-tui" and (
+        engine != "deepspeed" or mode not in ("superoffload", "zerooffload")
+    ):
         yield Problem(
             "published-config",
             "offload.config",
             shown(offload["config"]),
-            "is a config of DeepSpeed's own SuperOffload",
-            'Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name '
-            "PRESET:as-published.",
+            "is a config of DeepSpeed's own SuperOffload or ZeRO-Offload",
+            'Set offload.engine = "deepspeed", and offload.mode = "superoffload" or "zerooffload", '
+            'or name PRESET:as-published. offload.config = "so-tui" is ours.',
         )
     if offload.get("parameters") == "cpu" and (
         mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")

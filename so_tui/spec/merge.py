@@ -25,8 +25,14 @@ _FREE_TABLE = "model.config."
 _SEPARATOR = re.compile("[,_ \u00a0\u2009\u202f]")
 _GROUPED = re.compile(rf"[+-]?\d{{1,3}}({_SEPARATOR.pattern})\d{{3}}(\1\d{{3}})*(\.\d+)?", re.ASCII)
 """Numbers with their thousands grouped, by one kind of separator: the first group says which."""
-OF_A_SOURCE = ("subset", "split", "format")
-"""Keys of ``[data]`` that describe the source, and say nothing of another one."""
+_OF_A_SOURCE = ("subset", "split", "format")
+
+
+def of_a_source(data_format: object) -> tuple[str, ...]:
+    """Return the keys of ``[data]`` that describe the source, and say nothing of another one. A
+    format of one use says what to make of any rows, and is none of them.
+    """
+    return _OF_A_SOURCE[:2] if data_format == "alpaca-deepspeed" else _OF_A_SOURCE
 
 
 def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
@@ -55,7 +61,7 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with
     ``gradient_accumulation`` and ``tokens_per_step``. Changing ``model.config`` drops the parameter
     table, which describes the previous architecture, and changing ``data.source`` what describes
-    the previous source: subset, split and format.
+    the previous source: subset, split and format (but ``alpaca-deepspeed`` stays).
 
     Args:
         spec: The spec to change.
@@ -120,7 +126,8 @@ def merged(base: Tree, changes: Tree) -> Tree:
                 tree["train"].pop(key, None)
     described = section_of(changes, "data")
     if "source" in described and described["source"] != section_of(base, "data").get("source"):
-        for key in set(OF_A_SOURCE) - set(described):
+        former = section_of(base, "data").get("format")
+        for key in set(of_a_source(former)) - set(described):
             tree["data"].pop(key, None)
     model = section_of(changes, "model")
     old, new = (section_of(each, "model").get("config") for each in (base, tree))

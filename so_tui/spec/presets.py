@@ -58,11 +58,13 @@ EXAMPLE_SEQUENCES = 4
 
 
 def as_published(spec: RunSpec) -> RunSpec:
-    """Return a spec with the settings of the script that DeepSpeed's SuperOffload examples have for
-    its model.
+    """Return a spec that trains what the script trains that DeepSpeed's SuperOffload examples have
+    for its model.
 
     Sizes of models without a script are those of the others. The examples train 4 sequences a step
-    on all GPUs together, with HF's own kernels. Model, data and the number of GPUs stay.
+    on all GPUs together, with HF's own kernels, and never read their arguments for learning rate,
+    warm-up and weight decay. Their rows are plain text, filled up to the sequence length, and all
+    of that is trained. Model, source of the data, length of the run and number of GPUs stay.
 
     Raises:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
@@ -76,6 +78,7 @@ def as_published(spec: RunSpec) -> RunSpec:
             "Use 1, 2 or 4 GPUs.",
         )
     large = spec.name.startswith("gpt-oss")
+    attention = "eager" if large else spec.model.attention
     offload = replace(
         spec.offload,
         mode="superoffload",
@@ -91,7 +94,23 @@ def as_published(spec: RunSpec) -> RunSpec:
         micro_batch=EXAMPLE_SEQUENCES // spec.ranks,
         gradient_accumulation=1,
         tokens_per_step=0,
-        learning_rate=1e-5,
+        learning_rate=1e-3,
+        schedule="constant",
+        warmup_ratio=0.0,
+        weight_decay=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-8,
+        router_loss_coefficient=0.0,
+        sequence_parallel=1,
+        seed=42,
+    )
+    data = replace(
+        spec.data,
+        format="alpaca-deepspeed",
+        loss="padded",
+        packing=False,
+        sequence_length=8192 if large else 4096,
     )
     return replace(
         spec,
@@ -99,8 +118,10 @@ def as_published(spec: RunSpec) -> RunSpec:
         title=f"{spec.label}, as published",
         offload=offload,
         train=train,
-        model=replace(spec.model, activation_checkpointing="full", kernels="plain"),
-        data=replace(spec.data, sequence_length=8192 if large else 4096),
+        model=replace(
+            spec.model, activation_checkpointing="full", kernels="plain", attention=attention
+        ),
+        data=data,
     )
 
 

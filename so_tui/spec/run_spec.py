@@ -107,9 +107,17 @@ class CheckpointSpec(_Section, frozen=True):
 
 
 DataFormat = Literal[
-    "auto", "alpaca", "sharegpt", "messages", "prompt-completion", "xlam", "glaive", "text"
+    "auto",
+    "alpaca",
+    "alpaca-deepspeed",
+    "sharegpt",
+    "messages",
+    "prompt-completion",
+    "xlam",
+    "glaive",
+    "text",
 ]
-LossOn = Literal["assistant", "last-turn", "all"]
+LossOn = Literal["assistant", "last-turn", "all", "padded"]
 
 
 class DataSource(_Section, frozen=True):
@@ -151,14 +159,23 @@ class DataSpec(_Section, frozen=True):
         ),
     ] = "train"
     format: Annotated[
-        DataFormat, Meta(description="Format of the rows; `auto` detects it from the columns.")
+        DataFormat,
+        Meta(
+            description=(
+                "Format of the rows; `auto` detects it from the columns. `alpaca-deepspeed` reads "
+                "Alpaca rows as the plain text that DeepSpeed's SuperOffload example makes of them."
+            )
+        ),
     ] = "auto"
     loss: Annotated[
         LossOn,
         Meta(
             description=(
                 "Tokens that carry loss: those of all answers of the `assistant`, of the "
-                "`last-turn` only, or `all`. The stop token of an answer is included."
+                "`last-turn` only, or `all`. The stop token of an answer is included. `padded`: "
+                "each row is filled up to the sequence length with the tokenizer's padding token, "
+                "or its end token, and all of that carries loss, as in DeepSpeed's SuperOffload "
+                "example."
             )
         ),
     ] = "assistant"
@@ -506,9 +523,9 @@ class OffloadSpec(_Section, frozen=True):
         Meta(
             description=(
                 'DeepSpeed config of `engine = "deepspeed"`: ours, or exactly the block that '
-                "DeepSpeed's SuperOffload examples "
-                "publish: without a clipping key, so that DeepSpeed's default applies, or with "
-                "`train.gradient_clipping`."
+                "DeepSpeed's SuperOffload examples publish for the mode (`superoffload` or "
+                "`zerooffload`): without a clipping key, so that DeepSpeed's default applies, or "
+                "with `train.gradient_clipping`."
             )
         ),
     ] = "so-tui"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct, toml
 
 from so_tui.spec import (
-    OF_A_SOURCE,
     FieldInfo,
     InputError,
     Problem,
@@ -21,6 +20,7 @@ from so_tui.spec import (
     SoTuiError,
     complete_tree,
     field_index,
+    of_a_source,
     parse_value,
     with_values,
 )
@@ -156,7 +156,8 @@ def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
     changed = {key: value for key, value in edits.items() if key not in replaced}
     if path == "data.source":
         plain = {
-            f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE
+            f"data.{key}": text_of(field_index()[f"data.{key}"].default)
+            for key in of_a_source(base["data.format"])
         }
         if path in edits:  # what was filled in for the source before
             changed = {key: value for key, value in changed.items() if plain.get(key) != value}

@@ -208,7 +208,7 @@ def _speeds(report: Report) -> Lines:
             significant(result.measured.step_s),
             thousands(round(result.useful_tokens_per_s)),
             significant(result.model_tflops_per_gpu),
-            significant(result.example_tflops),
+            significant(result.example_tflops) if result.example_tflops else "none",
             *(f"{result.useful_tokens_per_s / rate:.2f}" for _, rate in bases),
         )
         for outcome, result in found

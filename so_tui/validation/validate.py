@@ -375,12 +375,11 @@ def _spec_of(shape: RunSpec, part: _Part) -> RunSpec:
     ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
     spec = with_values(shape, ranks)
     if part.published:
-        # Data and learning rate stay, so that losses can be compared.
-        kept = {
-            "train.learning_rate": str(shape.train.learning_rate),
-            "data.sequence_length": str(shape.data.sequence_length),
-        }
-        spec = with_values(as_published(spec), kept)
+        # Data, learning rate and decay stay, so that losses can be compared.
+        found = as_published(spec)
+        names = ("learning_rate", "schedule", "warmup_ratio", "weight_decay")
+        kept = {name: getattr(spec.train, name) for name in names}
+        spec = replace(found, data=spec.data).changed("train", **kept)
     return with_values(spec, part.settings)
 
 

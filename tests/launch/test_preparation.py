@@ -285,6 +285,24 @@ def test_as_published_reads_the_examples_block() -> None:
     }
 
 
+def test_zerooffload_as_published_reads_the_examples_block() -> None:
+    spec = find_preset("qwen3-14b:as-published").spec
+    plan = make_plan(with_values(spec, {"offload.mode": "zerooffload"}), QUAD)
+    assert plan.ratio == 1.0
+    assert ds_config(plan) == {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": 400_000_000,
+            "sub_group_size": 400_000_000,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+        "wall_clock_breakdown": True,
+    }
+
+
 @pytest.mark.parametrize(("deepspeed", "clipping"), [("0.19.8", 1.0), ("0.19.7", 0.0), (None, 1.0)])
 def test_default_clipping_is_deepspeeds(deepspeed: str | None, clipping: float) -> None:
     machine = replace(QUAD, software=replace(QUAD.software, deepspeed=deepspeed))

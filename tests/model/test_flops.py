@@ -182,6 +182,8 @@ def test_published_formula_counts_padding() -> None:
     assert seed_tflops_total(10**9, shape, 4096, 8, 2.0, checkpointing=True) == pytest.approx(
         4 * per_sequence / 1e12
     )
+    mixture = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
+    assert seed_tflops_total(10**9, mixture, 4096, 8, 2.0, checkpointing=True) == 0
 
 
 PEAKS = {

@@ -214,6 +214,10 @@ def test_a_preset_has_a_variant_as_published() -> None:
     assert (offload.engine, offload.config) == ("deepspeed", "published")
     assert offload.sub_group_size == 800_000_000
     assert (variant.data.sequence_length, variant.train.micro_batch) == (8192, 4)
+    assert (variant.data.loss, variant.data.packing) == ("padded", False)
+    assert (variant.train.learning_rate, variant.train.schedule) == (1e-3, "constant")
+    assert (variant.train.weight_decay, variant.train.seed) == (0.0, 42)
+    assert (variant.model.attention, variant.data.source) == ("eager", plain.data.source)
     assert variant.name == "gpt-oss-20b-as-published"
     assert variant.model.parameters == plain.model.parameters
     with rejected("unknown-preset"):
@@ -222,6 +226,24 @@ def test_a_preset_has_a_variant_as_published() -> None:
         as_published(msgspec.structs.replace(plain, gpus=3))
     with rejected("published-config"):  # it is one of DeepSpeed's engine
         with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
+    elsewhere = with_values(variant, {"data.source": "towns.json"}).data
+    assert (elsewhere.format, elsewhere.split) == ("alpaca-deepspeed", "train")
+    ours = with_values(
+        variant,
+        {
+            "offload.config": "so-tui",
+            "offload.engine": "so-tui",
+            "data.loss": "assistant",
+            "data.format": "auto",
+            "data.packing": "true",
+            "model.attention": "auto",
+        },
+    )
+    assert ours.offload.own_engine
+    assert ours.data.packing
+    for mode in ("gpu", "auto"):  # the examples have none for these
+        with rejected("published-config"):
+            with_values(variant, {"offload.mode": mode})
 
 
 def test_saved_preset_finds_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

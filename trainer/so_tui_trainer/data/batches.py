@@ -135,6 +135,10 @@ class Batch:
     """
     start: int = 0
     """First token of a part, in the whole row."""
+    padded: bool = False
+    """Whether padding belongs to the document before it: it carries loss, and its attention is that
+    of padding in transformers.
+    """
     counts: StepCounts = StepCounts(0, 0, np.zeros(0, dtype=np.int64), 0, 0)
     """Counts of the whole training step that the micro-batch belongs to."""
 
@@ -233,6 +237,15 @@ class Batches:
         """Tokens that carry loss, in an epoch."""
         self.spec, self._pin = spec, pin
         self._apart = needs_rows_apart(spec.model)
+        if documents.padding is not None and self._apart:
+            raise reject(
+                "data-padded-layers",
+                "data.loss",
+                spec.data.loss,
+                "trains padding, which layers of this model with a state from token to token do "
+                "not compute",
+                "Set `data.loss=all`.",
+            )
         # Which of the groups of ranks that share sequences, and which part of them is this rank's.
         self.replica, self._part = divmod(rank, spec.train.sequence_parallel)
         self.sequences_per_step = (
@@ -325,6 +338,9 @@ class Batches:
         batch = lay_out(
             [[documents.tokens[part] for part in row] for row in parts], width, apart=self._apart
         )
+        if documents.padding is not None:
+            batch = _padded(batch, documents.padding.token)
+            return batch.pinned() if self._pin else batch
         trained = np.concatenate([documents.trained[part] for row in parts for part in row])
         # A document's first token is never trained, so the token before a trained one is always in
         # the same document.
@@ -357,6 +373,8 @@ class Batches:
         """Return the sequences of each row of a micro-batch, [rows, sequences], and the rows'
         width.
         """
+        if self._documents.padding is not None:
+            return indices[:, None], self._documents.padding.length
         rows = indices[None] if self.end_to_end else indices[:, None]
         return rows, _width(self._useful[indices], self.spec, end_to_end=self.end_to_end)
 
@@ -420,6 +438,36 @@ def lay_out(rows: Sequence[Sequence[npt.ArrayLike]], width: int, *, apart: bool 
         none,
         max(lengths),
         _rows_apart(boundaries) if apart else (),
+    )
+
+
+_PADDING_BLOCK = 128
+"""Tokens of a document of padding, at most: a kernel's block is about as long."""
+
+
+def _padded(batch: Batch, token: int) -> Batch:
+    """Fill the rows of a batch up with a token, and train all but each row's first.
+
+    Positions go on in the padding. Kernels that take boundaries get it in short documents, which
+    cost next to nothing: their results are not used.
+    """
+    rows, width = batch.input_ids.shape
+    columns = torch.arange(width)
+    starts = ~batch.real & (columns % _PADDING_BLOCK == 0)
+    starts[:, 1:] |= batch.real[:, :-1] & ~batch.real[:, 1:]
+    starts[:, 0] = True
+    ends = torch.tensor([rows * width])
+    boundaries = torch.cat((starts.flatten().nonzero().flatten(), ends)).to(torch.int32)
+    ids = batch.input_ids.masked_fill(~batch.real, token)
+    return replace(
+        batch,
+        input_ids=ids,
+        position_ids=columns.repeat(rows, 1),
+        boundaries=boundaries,
+        predictors=(columns[:-1] + width * torch.arange(rows)[:, None]).flatten(),
+        targets=ids[:, 1:].flatten(),
+        longest=int(boundaries.diff().max()),
+        padded=True,
     )
 
 

@@ -99,6 +99,14 @@ class SourcePart(Struct, frozen=True, omit_defaults=True):
     """Columns that its layout does not read."""
 
 
+class Padding(NamedTuple):
+    """What fills rows up (``data.loss = "padded"``)."""
+
+    token: int
+    length: int
+    """Tokens of a row, padding included."""
+
+
 class Documents(NamedTuple):
     """All documents end to end; document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``."""
 
@@ -116,6 +124,10 @@ class Documents(NamedTuple):
     parts: tuple[SourcePart, ...] = ()
     """The sources in order."""
     warnings: tuple[str, ...] = ()
+    padding: Padding | None = None
+    """Each document is a row that is filled up with this, and the padding is trained, too. It is
+    not stored.
+    """
 
     @property
     def source_starts(self) -> Int64s:
@@ -133,6 +145,8 @@ class Documents(NamedTuple):
 
         Counted in parts: eight bytes for each flag might exceed the memory.
         """
+        if self.padding is not None:
+            return np.full(len(self.offsets) - 1, self.padding.length - 1, dtype=np.int64)
         counted = []
         for first in range(0, len(self.offsets) - 1, _PART_DOCUMENTS):
             ends = self.offsets[first : first + _PART_DOCUMENTS + 1]
@@ -235,6 +249,35 @@ class _Info(Struct, frozen=True):
     warnings: tuple[str, ...]
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of each array."""
+    padding: Padding | None = None
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase, data: DataSpec) -> Padding | None:
+    """Return what fills up the rows of a spec; None where nothing is trained on it.
+
+    Raises:
+        InputError: The tokenizer has none, or puts it in front.
+    """
+    if data.loss != "padded":
+        return None
+    token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if token is None:
+        raise reject(
+            "data-no-padding-token",
+            "data.loss",
+            data.loss,
+            "fills rows up, and the tokenizer has neither a padding nor an end token for it",
+            "Name another tokenizer in `model.tokenizer`, or set `data.loss=all`.",
+        )
+    if tokenizer.padding_side != "right":
+        raise reject(
+            "data-padding-side",
+            "data.loss",
+            data.loss,
+            f"fills rows up at their end, the tokenizer at the {tokenizer.padding_side}",
+            "Set `padding_side` to right in its tokenizer_config.json, or set `data.loss=all`.",
+        )
+    return Padding(int(token), data.sequence_length)
 
 
 def fingerprint(
@@ -268,6 +311,7 @@ def fingerprint(
         spec.data.loss,
         spec.data.sequence_length,
         spec.data.split_turns,
+        padding_of(tokenizer, spec.data),
     ]
     digest.update(json.dumps(options, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:32]
@@ -296,7 +340,9 @@ def read(folder: Path, data: DataSpec) -> Documents:
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
-    return Documents(tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings)
+    return Documents(
+        tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings, info.padding
+    )
 
 
 def _mapped(path: Path, kind: Any) -> Any:
@@ -341,12 +387,17 @@ class Writer:
             shutil.copyfileobj(piece, file, _BLOCK_BYTES)
         source.unlink()
 
-    def publish(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
+    def publish(
+        self,
+        tallies: tuple[SourcePart, ...],
+        warnings: tuple[str, ...],
+        padding: Padding | None = None,
+    ) -> None:
         """Name the entry. If another run was faster, its entry stays."""
         try:
             files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
             (self.partial / "info.json").write_bytes(
-                msgspec.json.encode(_Info(tallies, warnings, files))
+                msgspec.json.encode(_Info(tallies, warnings, files, padding))
             )
             if self._folder.exists() and not intact(self._folder):
                 with contextlib.suppress(OSError):  # Another run may be replacing it as well.

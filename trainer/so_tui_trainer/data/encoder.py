@@ -155,7 +155,8 @@ class Encoder:
             for at in range(0, len(ids), limit)
         ]
         documents = []
-        for piece, flags in pieces if bare else pieces[:1]:
+        cut = bare and self.loss != "padded"
+        for piece, flags in pieces if cut else pieces[:1]:
             if len(flags):
                 flags[0] = False
             if end := _end(flags):
@@ -164,7 +165,7 @@ class Encoder:
         dropped = not documents
         counts = Counts(
             1,
-            truncated=int(longer and not bare and not dropped),
+            truncated=int(longer and not cut and not dropped),
             dropped=int(dropped),
             dropped_too_long=int(longer and dropped),
             cut=int(len(documents) > 1),

@@ -66,6 +66,17 @@ def _alpaca(row: Row) -> Conversation:
     return *_history(row), Message("user", prompt), Message("assistant", text_of(row, "output"))
 
 
+def _alpaca_deepspeed(row: Row) -> Conversation:
+    """Read an Alpaca row as DeepSpeed's SuperOffload example does: one text, which nothing ends."""
+    context = text_of(row, "input")
+    given = f"### Input:\n{context}\n\n" if context.strip() else ""
+    text = (
+        f"### Instruction:\n{text_of(row, 'instruction')}\n\n{given}"
+        f"### Response:\n{text_of(row, 'output')}"
+    )
+    return (Message(TEXT, text),)
+
+
 def _history(row: Row) -> Iterator[Message]:
     """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a
     prompt and its answer.
@@ -208,6 +219,7 @@ LAYOUTS = (
     Layout("messages", ("messages",), partial(turns, column="messages")),
     Layout("sharegpt", ("conversations",), partial(turns, column="conversations")),
     Layout("alpaca", ("instruction", "output"), _alpaca, ("input", "history", "system")),
+    Layout("alpaca-deepspeed", ("instruction", "output"), _alpaca_deepspeed, ("input",)),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
     Layout("xlam", ("query", "tools", "answers"), _xlam),
     Layout("glaive", ("system", "chat"), _glaive),
@@ -243,6 +255,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
             "Write rows of `messages` that end with the chosen answer. If another column has "
             "whole conversations already, name its layout in `data.format`.",
         )
+    # A layout that is never detected follows one with the same columns.
     candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
         if set(layout.columns) <= set(columns):

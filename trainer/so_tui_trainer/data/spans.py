@@ -20,7 +20,7 @@ from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import Chat
 from so_tui_trainer.data.templated import Piece, pieces_of
-from so_tui_trainer.data.turns import REASONING_KEYS, TOOLS, UNREAD, Conversation, Message
+from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
 Kind = Literal[
     "system-dropped",
@@ -427,6 +427,8 @@ def documents_of(
     Raises:
         TemplateError: The template rejects the conversation.
     """
+    if loss == "padded" and conversation and conversation[0].role == TEXT:
+        return Written([[Segment(conversation[0].content, True)]])  # padding ends it
     if conversation and conversation[-1].answers and (pieces := pieces_of(chat, conversation)):
         return _of_pieces(pieces, loss)
     conversation = tuple(
@@ -438,11 +440,12 @@ def documents_of(
         answers = answers[-1:]
     if not answers:
         return Written([])
+    everything = loss in ("all", "padded")
     if not chat.templated:
         found = _plainly(chat, conversation, answers)
     else:
-        found = written(chat, conversation, answers, split=split and loss != "all")
-    if loss != "all" or not found.documents:
+        found = written(chat, conversation, answers, split=split and not everything)
+    if not everything or not found.documents:
         return found
     whole = "".join(part.text for part in found.documents[-1])
     if chat.templated:
@@ -454,7 +457,7 @@ def documents_of(
 def _of_pieces(pieces: Sequence[Piece], loss: LossOn) -> Written:
     """Return texts that need no template as a document."""
     kinds: frozenset[Kind] = frozenset(("templated",) if len(pieces) > 1 else ())
-    if loss == "all":
+    if loss in ("all", "padded"):
         pieces = [("".join(text for text, _ in pieces), True)]
     return Written([[Segment(*piece) for piece in pieces]], kinds)
 

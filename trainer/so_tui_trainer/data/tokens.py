@@ -192,7 +192,7 @@ def preparing(
     if not cache.intact(folder):
         encoder = encoder_for(chat_of(tokenizer), spec.data)
         try:
-            yield from _tokenise(sources, encoder, folder)
+            yield from _tokenise(sources, encoder, folder, cache.padding_of(tokenizer, spec.data))
         except OSError as error:  # nothing else is written or opened meanwhile
             raise unwritable(folder.parent, error) from error
     documents = cache.read(folder, spec.data)
@@ -219,16 +219,17 @@ def preparing(
 
 def _workload_of(documents: Documents, data: DataSpec) -> Workload:
     """Return what of the documents decides the time of a step. Packed sequences count as full,
-    which they nearly are.
+    which they nearly are; padded rows are, and all of that is trained.
     """
     lengths = documents.lengths.astype(np.float64)
     tokens = float(lengths.sum())
     useful = 1.0 if data.packing else tokens / (len(lengths) * data.sequence_length)
+    full = data.packing or documents.padding is not None
     return Workload(
         attended_tokens=float(np.square(lengths).sum()) / tokens,
-        trained_share=useful * float(np.count_nonzero(documents.trained)) / tokens,
+        trained_share=useful * float(documents.trained_lengths.sum()) / tokens,
         useful_share=useful,
-        row_shares=() if data.packing else _row_shares(documents.lengths, data.sequence_length),
+        row_shares=() if full else _row_shares(documents.lengths, data.sequence_length),
     )
 
 
@@ -275,7 +276,12 @@ def _processes_for(rows: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS, _MOST_PROCESSES))
 
 
-def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iterator[Progress]:
+def _tokenise(
+    sources: Sequence[Opened],
+    encoder: Encoder,
+    folder: Path,
+    padding: cache.Padding | None,
+) -> Iterator[Progress]:
     """Write a cache entry.
 
     Raises:
@@ -318,7 +324,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             rows += done.counts.rows
             yield rows, total
         warnings = [warning for opened in sources for warning in opened.warnings]
-        writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings))
+        writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings), padding)
 
 
 def _tokenised(encoder: Encoder, sources: tuple[Opened, ...], folder: Path, task: _Task) -> _Done:

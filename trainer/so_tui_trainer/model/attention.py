@@ -246,6 +246,7 @@ def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
         s_aux: Tensor | None = None,
         softcap: float | None = None,
         is_part: bool = False,
+        unpadded: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """Adapt transformers' shapes. Kernels take values whose heads are as large as those of
@@ -255,6 +256,7 @@ def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
             query: [rows, heads, width, head size]; ``key`` and ``value`` alike, with their own
                 heads and the values' own size.
             is_part: Whether the ranks that share sequences hold the other parts of these rows.
+            unpadded: [rows, width] bool; what is padding, whose attention is 0, if it is trained.
 
         Returns:
             [rows, width, heads, head size], and no attention weights.
@@ -284,7 +286,8 @@ def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
             sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.position]
             whole = map(ranks.all_tokens, (flat_query, flat_key, flat_value))
             mixed = ranks.all_heads(apply(_Attention, *whole, sinks, documents, kernels))
-        return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
+        result = mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous()
+        return result if unpadded is None else result * unpadded[..., None, None], None
 
     AttentionInterface.register(NAME, attention)
     return NAME
@@ -598,7 +601,12 @@ def arguments(
         Keyword arguments: position ids, which restart at every document, and boundaries or masks.
         Nothing for a model that needs a row for each document: its own positions and masks are
         right for that document, and the padding after it is seen by no token.
+
+        Padding that is trained has the attention that transformers gives it: none with kernels that
+        take boundaries, as with flash attention there, and that of the row's own tokens with masks.
     """
+    if batch.padded and not takes_boundaries(implementation):
+        return {"position_ids": batch.position_ids, "attention_mask": batch.real.long()}
     if needs_rows(config):
         return {}
     positions: Arguments = {"position_ids": batch.position_ids}
@@ -610,7 +618,9 @@ def arguments(
             "max_length_q": longest,
             "max_length_k": longest,
         }
-        return positions | kernel | ({"is_part": True} if batch.is_part else {})
+        part: Arguments = {"is_part": True} if batch.is_part else {}
+        padding: Arguments = {"unpadded": batch.real} if batch.padded else {}
+        return positions | kernel | part | padding
     kinds = set(kinds_of(config))
     apart = config.model_type in _MASKS_WITHOUT_POSITIONS
     if (len(kinds) < 2 or recurrent_kinds(kinds)) and not apart:

@@ -68,7 +68,7 @@ def _preview(request: Answer) -> Iterator[Answer]:
         "documents": len(lengths),
         "held_out": len(parts.held_out),
         "tokens": len(documents.tokens),
-        "trained_tokens": int(documents.trained.sum()),
+        "trained_tokens": int(documents.trained_lengths.sum()),
         "longest": int(lengths.max()),
         "mean_length": float(lengths.mean()),
         "sequence_length": spec.data.sequence_length,
@@ -262,10 +262,11 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
         ids = [token for token, _ in run]
         pieces.append((str(tokenizer.decode(ids)), trained))
         answers += [len(ids)] if trained else []
+    padding = documents.padding
     return {
         **_origin(documents, index),
         "tokens": stop - start,
-        "trained_tokens": sum(answers),
+        "trained_tokens": sum(answers) if padding is None else padding.length - 1,
         "pieces": pieces,
         "answers": answers,
     }
