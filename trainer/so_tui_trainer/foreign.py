@@ -238,6 +238,7 @@ def seen_in(
         OSError: Something went meanwhile, or cannot be entered.
     """
     source, trusted, own = source.absolute(), (os.geteuid(), 0), is_own(source)
+    home = source.parent.resolve() / source.name
     left = [(source, True), *((above, False) for above in source.parents)]
     folders, elsewhere, count = set[tuple[int, int]](), set[Path](), 0
     seen = set[tuple[Path, int, int, int, int]]()
@@ -259,7 +260,6 @@ def seen_in(
             continue
         is_theirs = link.st_uid not in trusted
         if stat.S_ISLNK(link.st_mode):
-            home = source.parent.resolve() / source.name
             if (
                 is_theirs
                 and found.st_uid != link.st_uid
