@@ -813,7 +813,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
-        check_cached("datasets", name, "data.source")
+        check_cached("dataset", name, "data.source")
         return _read_verbatim(source, name, source.subset or None, cache_dir=str(rows)), ()
     except (
         OSError,
