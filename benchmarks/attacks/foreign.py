@@ -12,7 +12,7 @@ from benchmarks.attacks.attack import Verdict, attack, judged
 from benchmarks.attacks.stage import PROJECT, Stage, changed, open_to_all, write
 
 SECRET = "private words"
-"""What only the owner can read."""
+"""The content of a file that only the owner can read."""
 _KERNELS = """
 class _Anything:
     def __init__(self, *_, **__): pass

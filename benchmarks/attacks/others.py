@@ -17,7 +17,7 @@ _SPACES = " " * 15_000_000
 def _bait(stage: Stage, folder: Path) -> Path:
     """Let the attacker prepare a run that loads a model with code, in a folder of theirs."""
     evil = stage.model("evil", label="exchanged")
-    changes = {"id": evil, "weights": "pretrained", "trust_remote_code": True}
+    changes = {"id": str(evil), "weights": "pretrained", "trust_remote_code": True}
     folder.mkdir(exist_ok=True)
     stage.other.give(folder)
     made = stage.attacks("bait", folder, json.dumps(changes))

@@ -449,6 +449,10 @@ def records_at_end(run: RunDirectory) -> list[MetricRecord]:
     return [record for line in lines if (record := decode_metric(line)) is not None]
 
 
+_LONG = 100
+"""Records that are read at once without a break."""
+
+
 class StepRows:
     """The steps of a run that count, in order and each once, with the fields that a chart shows.
     For the thread of the reader.
@@ -506,7 +510,8 @@ class StepRows:
                 self._offset = end
                 if rows := self._rows(lines, self._reader.cut(segment.attempt)):
                     yield rows
-                time.sleep(0)  # the screen's thread has its turn
+                if len(rows) >= _LONG:
+                    time.sleep(0)  # the screen's thread has its turn
                 if time.monotonic() >= deadline:
                     return
 

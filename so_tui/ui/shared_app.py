@@ -59,7 +59,7 @@ COMPACT = (
 )
 
 
-DASHBOARD_POLLS = 3
+DASHBOARD_POLLS = 5
 """Times as long between two readings of the list while the dashboard is shown."""
 _KEPT = 20
 """Alerts of a run that are looked at, the newest: a stranger's state may hold any number."""

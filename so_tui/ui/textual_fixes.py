@@ -221,7 +221,7 @@ class StylesFocus(Screen[Result]):
 
 # The application: styles, keys in their order, printable text.
 
-_TERMINAL_POLL_S = 1.0
+_TERMINAL_POLL_S = 5.0
 LONGEST_WAIT_S = 2.0
 """For a widget that is busy: then the next key acts, even if that one has not acted yet."""
 

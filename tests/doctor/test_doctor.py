@@ -18,7 +18,7 @@ from so_tui.machine import Mpam, inspect_machine
 from so_tui.machine.gpus import GpuHealth
 from tests.support import sysroots as hosts
 from tests.support.doctor import GIB, Needs, brief, examined, found, healthy, only, with_software
-from tests.support.python_path import printed
+from tests.support.python_path import not_emulated, printed
 from tests.support.waiting import wait_until
 
 HEALTHY_GPU = GpuHealth(bus_id="0009:01:00.0", persistence=True, compute_capability=(9, 0))
@@ -206,6 +206,7 @@ print(subprocess.Popen(sleep, env=environment, **quiet).pid)
         os.kill(pid, 9)
 
 
+@not_emulated
 def test_a_folder_in_which_others_can_rename_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

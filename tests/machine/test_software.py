@@ -19,7 +19,7 @@ from so_tui.machine import interpreter
 from so_tui.machine.interpreter import _faults, architecture_of
 from so_tui.machine.software import PACKAGES, Bound, known_versions
 from so_tui.machine.types import Software
-from tests.support.python_path import ROOT
+from tests.support.python_path import ROOT, not_emulated
 
 SETS = {each.name: each for each in known_versions().sets}
 BOUNDS = {bound.package: bound for bound in known_versions().bounds}
@@ -89,10 +89,8 @@ def test_only_what_is_installed_can_be_outside() -> None:
 AARCH64 = b"\x7fELF\2\1\1" + bytes(9) + b"\3\0\xb7\0"
 
 
+@not_emulated
 def test_this_interpreter_is_built_for_this_machine() -> None:
-    with Path(sys.executable).open("rb") as file:
-        if file.read(2) == b"#!":
-            pytest.skip("a script starts this Python, in an emulator")
     assert architecture_of(sys.executable) == platform.machine()
 
 

@@ -35,9 +35,11 @@ from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.folders import is_shared
 from tests.support.hostile_files import full_disk
 from tests.support.problems import raising, refusal, rejected
+from tests.support.python_path import not_emulated
 from tests.support.records import change_state, named_run
 
 
+@not_emulated
 def test_folders_of_so_tui_may_be_links_of_ones_own(spec: RunSpec, tmp_path: Path) -> None:
     for number, link in enumerate((state_home(), consents_file().parent)):
         target = tmp_path / f"target{number}"

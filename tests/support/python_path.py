@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[2]
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install")
 """Arguments of Python that install packages."""
 
+not_emulated = pytest.mark.skipif(
+    Path(sys.executable).read_bytes()[:2] == b"#!",
+    reason="a script starts this Python, in an emulator, which has a root folder of its own",
+)
+
 
 def older_than(package: str, *oldest: int) -> pytest.MarkDecorator:
     """Skip where a package is older, and does not do what a test asks of it."""

@@ -92,7 +92,7 @@ def private_copy(source: str, revision: str, field: str) -> tuple[Path, list[str
 
     folder = Path(source)
     if not folder.is_dir():
-        check_cached("models", source, field)
+        check_cached("model", source, field)
         ignored = [f"{name}/*" for name in _LEFT_OUT]
         folder = Path(
             snapshot_download(
@@ -208,7 +208,7 @@ def check_cached(kind: str, name: str, field: str) -> Path:
     which another user chooses where the hub's client writes.
 
     Args:
-        kind: ``models`` or ``datasets``.
+        kind: ``model`` or ``dataset``.
         name: Its name on the hub.
         field: What names it.
 
@@ -216,13 +216,15 @@ def check_cached(kind: str, name: str, field: str) -> Path:
         InputError: As ``seen_in``.
         OSError: A folder there cannot be entered.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
 
-    cache, folder = Path(constants.HF_HUB_CACHE), f"{kind}--{name.replace('/', '--')}"
-    for place in (cache / folder, cache / ".locks" / folder):
+    cached = Path(
+        constants.HF_HUB_CACHE, file_download.repo_folder_name(repo_id=name, repo_type=kind)
+    )
+    for place in (cached, cached.parent / ".locks" / cached.name):
         with suppress(FileNotFoundError):  # it is not there yet, but what is above has been judged
             seen_in(place, field, most_files=math.inf)
-    return cache / folder
+    return cached
 
 
 def seen_in(
@@ -238,6 +240,7 @@ def seen_in(
         OSError: Something went meanwhile, or cannot be entered.
     """
     source, trusted, own = source.absolute(), (os.geteuid(), 0), is_own(source)
+    home = source.parent.resolve() / source.name
     left = [(source, True), *((above, False) for above in source.parents)]
     folders, elsewhere, count = set[tuple[int, int]](), set[Path](), 0
     seen = set[tuple[Path, int, int, int, int]]()
@@ -259,7 +262,6 @@ def seen_in(
             continue
         is_theirs = link.st_uid not in trusted
         if stat.S_ISLNK(link.st_mode):
-            home = source.parent.resolve() / source.name
             if (
                 is_theirs
                 and found.st_uid != link.st_uid

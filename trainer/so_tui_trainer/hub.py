@@ -159,7 +159,7 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
     # HTTPError is httpx's own, of whichever httpx it uses.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-    partial = check_cached("models", model.id, "model.id") / "blobs"
+    partial = check_cached("model", model.id, "model.id") / "blobs"
     others = set(partial.glob(_PARTIAL))  # of a download that was killed, or of another process
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(hf_hub_download, model.id, name, revision=model.revision)

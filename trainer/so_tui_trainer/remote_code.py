@@ -51,7 +51,7 @@ def load_arguments(
     source = resolve_source(model.id if own else model.tokenizer)
     revision = model.revision if own else "main"
     if not Path(source).is_dir():
-        check_cached("models", source, field)
+        check_cached("model", source, field)
     code = copied_code(source, revision, field) if model.trust_remote_code else None
     if code is None or not code.files:
         return {

@@ -323,6 +323,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         )
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
+        self._body_key: tuple[object, ...] = ()
+        self._body_rows: list[Strip] = []
 
     def show(
         self,
@@ -468,9 +470,19 @@ class Chart(DrawnRowsMixin, can_focus=True):
         return [frame.upper(title, beside), *rows]
 
     def _body(self, axis: Axis, width: int, height: int, frame: _ChartFrame) -> list[Strip]:
-        """Return plot and axis."""
+        """Return plot and axis, made again only where one of them changes: most steps change the
+        heading alone.
+        """
         styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
+        marks = self._all_marks(axis, width)
+        key = (
+            *(self._plot_key, axis.origin, tuple(marks), self.cursor, self.chosen),
+            *(frame.width, self.inset, self.turns, self.metric.shown_in),
+        )
+        if key == self._body_key:
+            return self._body_rows
+        self._body_key = key
         labels = gutter_text(scale, height, self.metric.format_value, self.metric.shown_in[0])
         rows = [
             frame.full_row(
@@ -486,8 +498,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
-        lower = axis_row(axis, width, self._all_marks(axis, width), styles)
-        return [*rows, frame.lower([*corner, *lower], self.turns)]
+        lower = axis_row(axis, width, marks, styles)
+        self._body_rows = [*rows, frame.lower([*corner, *lower], self.turns)]
+        return self._body_rows
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
         """Return the marks, and one for each of ``width`` columns where the first line has a gap or

@@ -98,7 +98,7 @@ class RunFollower(_ReadRun):
         self._closer: StepSeries | None = None
         self._recent: tuple[StepRecord, ...] = ()
         self._generation = -1
-        """Of the metrics, for which those are the recent steps; -1 where they are to be read."""
+        """The generation of the metrics that ``_recent`` belongs to; -1 until it is read."""
         self._released = False
         """Whether the last poll combined rows, or read the last of many: the screen does not hold
         what that took any more.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -203,18 +204,22 @@ class DashboardScreen(ResizablePage):
         One worker serves all polls: starting one, and the messages about its states, cost as much
         as a poll.
         """
+        loop = asyncio.get_running_loop()
+        # In a pool of several, each poll wakes two threads.
+        thread = ThreadPoolExecutor(1, "follow")
         while True:
             await self._due.wait()
             self._due.clear()
             window = self.axis.in_steps() if self.axis and self.view.window else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
-            snapshot = await asyncio.to_thread(follower.poll, wanted, window, cursor)
+            snapshot = await loop.run_in_executor(thread, follower.poll, wanted, window, cursor)
             others = [run for run in self.chosen if run != follower.run]
             overlays: tuple[Overlaid, ...] = ()
             if others or self.overlays:
-                overlays = await asyncio.to_thread(
-                    self._overlay_reader.read, others, charted, snapshot.whole.begin[1]
+                begin = snapshot.whole.begin[1]
+                overlays = await loop.run_in_executor(
+                    thread, self._overlay_reader.read, others, charted, begin
                 )
             if follower is self._follower:
                 before, self.snapshot, self.overlays = self.snapshot, snapshot, overlays

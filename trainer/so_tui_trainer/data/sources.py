@@ -726,7 +726,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             return read
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
-        check_cached("datasets", name, "data.source")
+        check_cached("dataset", name, "data.source")
         builder = datasets.load_dataset_builder(name, source.subset or None, cache_dir=str(rows))
         files = builder.config.data_files or {}
         _refuse_elsewhere(chain.from_iterable(files.values()), f"hf://datasets/{name}@", source)
