@@ -249,6 +249,72 @@ def test_what_can_be_proven_beside_it_is_trained() -> None:
     assert "message 3" in written.unproven
 
 
+ELSEWHERE: dict[str, tuple[str, Conversation, str]] = {
+    "the system's text in a question": (
+        turns(
+            "{{ m.content }}<|end|>",
+            "{% if m.role != 'system' %}<|user|>{{ m.content }}{% endif %}",
+        ),
+        (SYSTEM, ask("Be brief. Why?"), say("So.")),
+        "system-dropped",
+    ),
+    "the system's text in the template": (
+        turns(
+            "{{ m.content }}<|end|>",
+            "{% if m.role != 'system' %}<|user|>{{ m.content }}{% endif %}",
+        ),
+        (Message("system", "user"), *HELLO),
+        "system-dropped",
+    ),
+    "a tool's name in a question": (
+        NO_TOOLS,
+        (TOOL, ask("How is the weather?"), say("Where?")),
+        "tools-dropped",
+    ),
+    "a call in the description of its tool and a question": (
+        PLAIN.replace("m.tool_calls or []", "(m.tool_calls or [] if loop.last else [])"),
+        (TOOL, ask("Rome, which city?"), *RAIN[2:]),
+        "calls-dropped",
+    ),
+    "a result in the answer before it": (
+        turns(f"{{{{ m.content }}}}{CALLS}<|end|>", "<|user|>{{ m.content if m.role != 'tool' }}"),
+        (*BESIDE[:3], Message("tool", "see"), say("It is sunny.")),
+        "results-dropped",
+    ),
+    "a question in the answer before it": (
+        turns("{{ m.content }}<|end|>", "<|user|>{{ m.content if loop.first }}"),
+        (ask("Hi"), say("More or less."), ask("More"), say("Bye.")),
+        "",
+    ),
+    "an argument in the text beside it": (
+        PLAIN.replace("{{ c.function.arguments | tojson }}", ""),
+        (TOOL, ask("Where?"), say("The city is Rome.", tool_calls=[call(city="Rome")])),
+        "",
+    ),
+    "a text in the template's marks": (
+        turns(f"{CALLS}<|end|>"),
+        (TOOL, ask("Where?"), say("call", tool_calls=[call(city="Rome")])),
+        "text-dropped",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_a_part_is_missed_where_its_words_stand_elsewhere(case: str) -> None:
+    template, talk, kind = ELSEWHERE[case]
+    written = write(template, talk)
+    assert kind in written.kinds if kind else written.unproven
+    assert "zqx" not in written.unproven + "".join(shown(written))
+
+
+def test_a_template_that_looks_at_words_is_proven_too() -> None:
+    template = PLAIN.replace("{{ m.content }}<|end|>", "{{ m.content }}<|end|>", 1).replace(
+        "<|{{ m.role }}|>", "<|{{ m.role }}|>{{ '<|a|>' if m.content == 'Hello' }}"
+    )
+    written = write(template, (ask("Hello"), say("Hello")))
+    assert shown(written) == ["<|user|><|a|>Hello<|end|><|bot|>«Hello<|end|>»"]
+
+
 def test_text_that_a_call_has_too_is_still_missed() -> None:
     talk = (ask("Where?"), say("Rome", tool_calls=[call(city="Rome")]), *RAIN[3:])
     assert write(TWO_ENDS, talk).kinds == {"text-dropped"}
