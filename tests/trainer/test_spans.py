@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import Chat, TemplateError, chat_of
+from so_tui_trainer.data.encoder import Encoder
 from so_tui_trainer.data.spans import Written, calls_of, documents_of, reasoning_of, text_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.data.turns import Conversation, Message
@@ -421,3 +425,53 @@ def test_each_answer_has_its_context_and_all_of_its_parts(name: str, talk: Conve
             for value in itertools.chain(*one["function"]["arguments"].items()):
                 if isinstance(value, str):
                     assert value in said or json.dumps(value)[1:-1] in said or "\\u" in said
+
+
+LINES = (
+    "{% for m in messages %}<|{{ 'bot' if m.role == 'assistant' else m.role }}|>\n{{ m.content }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|bot|>\n{% endif %}"
+)
+STARTS = ("Hello.", "\n\nHello.", "  Hello.", "\n")
+
+
+ADDED = {
+    "none": (),
+    "two line ends": (AddedToken("\n\n", normalized=False),),
+    "an end that takes spaces": (AddedToken("<|end|>", special=True, rstrip=True),),
+    "a role that takes spaces": (AddedToken("<|bot|>", special=True, rstrip=True),),
+}
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("split", [True, False])
+def test_ids_are_those_that_inference_has(split: bool, added: str) -> None:
+    tokenizer = tokenizer_of(LINES)
+    tokenizer.add_tokens([*ADDED[added]])
+    talks = [
+        (ask("Hi"), say(first), ask("\nMore"), say(second), ask("Last"), say(third))
+        for first, second, third in itertools.product(STARTS, repeat=3)
+    ]
+    opened = Mock(conversations=lambda first, last: talks[first:last])
+    for row in Encoder(chat_of(tokenizer), "assistant", 999, split).documents(opened, 0, 64):
+        talk = talks[row.row - 1]
+        answers = [at for at, turn in enumerate(talk) if turn.answers]
+        texts = [(render_ids(tokenizer, talk[:at]), f"{talk[at].content}<|end|>") for at in answers]
+        expected = [(prompt, tokenizer(text)["input_ids"]) for prompt, text in texts]
+        found = [
+            (ids[:start].tolist(), ids[start:end].tolist())
+            for ids, trained in row.documents
+            for start, end in runs(trained)
+        ]
+        assert all(pair in expected for pair in found)
+        assert len(found) == len(answers) or (not split and row.counts.kinds)
+
+
+def render_ids(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> list[int]:
+    text = chat_of(tokenizer).render(talk, ask=True)
+    return list(tokenizer(text)["input_ids"])
+
+
+def runs(trained: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the first and the end of each run of trained tokens."""
+    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

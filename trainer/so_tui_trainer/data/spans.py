@@ -422,7 +422,7 @@ def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
 
 
 def written(
-    chat: Chat, conversation: Conversation, answers: Sequence[int], *, split: bool
+    chat: Chat, conversation: Conversation, answers: Sequence[int], *, split: bool, apart: bool
 ) -> Written:
     """Write a conversation as documents.
 
@@ -432,6 +432,7 @@ def written(
         answers: Indices of the turns to train.
         split: Whether an answer that the template writes in another form once it is earlier
             becomes a document of its own; otherwise it is context.
+        apart: Whether every earlier answer counts as written in another form.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -456,7 +457,9 @@ def written(
     for index, answer in proven.items():
         start, end = len(answer.prompt), len(answer.prompt) + len(answer.text)
         stop = start + answer.stop
-        same = whole.startswith(answer.prompt) and whole.startswith(answer.said, start)
+        same = (
+            not apart and whole.startswith(answer.prompt) and whole.startswith(answer.said, start)
+        )
         if index == last or (same and whole.startswith(answer.text, start)):
             marks.append((start, end))
         elif same and (following := chat.stops_at(whole, stop)):
@@ -482,7 +485,12 @@ _ANSWER_HEADING = "### Response:\n"
 
 
 def documents_of(
-    chat: Chat, conversation: Conversation, loss: LossOn = "assistant", *, split: bool = True
+    chat: Chat,
+    conversation: Conversation,
+    loss: LossOn = "assistant",
+    *,
+    split: bool = True,
+    apart: bool = False,
 ) -> Written:
     """Write a row as documents, cut where training starts and stops; none without an answer.
 
@@ -491,6 +499,7 @@ def documents_of(
         conversation: The messages.
         loss: The value of ``data.loss``.
         split: The value of ``data.split_turns``.
+        apart: Whether no document has several answers.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -512,7 +521,7 @@ def documents_of(
     if not chat.templated:
         found = _plainly(chat, conversation, answers)
     else:
-        found = written(chat, conversation, answers, split=split and not everything)
+        found = written(chat, conversation, answers, split=split and not everything, apart=apart)
     if not everything or not found.documents:
         return found
     whole = "".join(part.text for part in found.documents[-1])
