@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -62,6 +63,23 @@ MOVED = (
     "{% elif m.role == 'user' %}<|user|>{% if loop.last and messages[0].role == 'system' %}"
     "{{ messages[0].content }} {% endif %}{{ m.content }}<|bot|>{% endif %}{% endfor %}"
 )
+EMPTY_LAST = (
+    "{% set at = namespace(last=0) %}{% for m in messages if m.role == 'assistant' and not "
+    "m.tool_calls %}{% set at.last = m.content %}{% endfor %}"
+) + turns(
+    "<think>{% if m.tool_calls or m.content != at.last %}{{ m.reasoning_content }}{% endif %}"
+    f"</think>{{{{ m.content }}}}{CALLS}<|end|>"
+)
+ROLE_ENDS_APART = turns(
+    "{{ '<think>' if add_generation_prompt is undefined }}</think>{{ m.content }}" + CALLS,
+    "<|{{ m.role }}|>{% if m.role == 'tool' %}<|b|>{% endif %}{{ m.content }}",
+).replace("<|bot|>{% endif %}", "<|bot|>{{ '</think>' if enable_thinking is false }}{% endif %}")
+LINED = turns(
+    "{% if m.tool_calls %}<|a|><|b|><|call|>[\n{% for c in m.tool_calls %}    "
+    '{"id": "{{ loop.index0 }}", "name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}\n{% endfor %}]</call><|end|>{% else %}"
+    "{{ m.content }}<|end|>{% endif %}"
+)
 NO_TOOLS = turns("{{ m.content }}<|end|>").replace(TOOLS, "")
 
 
@@ -104,6 +122,8 @@ TOOL = Message("tools", "", (("tools", [{"type": "function", "function": {"name"
 ROME = (TOOL, ask("Rome?"), say("", tool_calls=[call(city="Rome")]), Message("tool", "sun"))
 RAIN = (*ROME, say("It is sunny."))
 BESIDE = (*ROME[:2], say("Let me see.", tool_calls=[call(city="Rome")]), *RAIN[3:])
+CALLING = {"tool_calls": [call(city="Rome")]}
+THOUGHT_OF = THINKING[1]
 CALL = '<|call|>weather {"city": "Rome"}</call>'
 HEAD = '<|a|>[{"type": "function", "function": {"name": "weather"}}]'
 CASES: dict[str, tuple[str, Conversation, list[str], set[str]]] = {
@@ -188,6 +208,35 @@ CASES: dict[str, tuple[str, Conversation, list[str], set[str]]] = {
             "<|tool|>sun<|end|><|bot|>«It is sunny.<|a|><|end|>»"
         ],
         {"text-dropped"},
+    ),
+    "a thought that the template empties behind calls alone": (
+        EMPTY_LAST,
+        (*ROME[:2], say("", reasoning_content="ask", **CALLING), ROME[3], THOUGHT_OF),
+        [
+            f"{HEAD}<|user|>Rome?<|end|><|bot|>«<think>ask</think>{CALL}<|end|>»"
+            "<|tool|>sun<|end|><|bot|>«<think>two twos</think>4.<|end|>»"
+        ],
+        {"reasoning-composed"},
+    ),
+    "calls of an earlier round, and two tokens at the next role": (
+        ROLE_ENDS_APART,
+        (*RAIN, *AGAIN[2:], *RAIN[1:]),
+        [
+            f"{HEAD}<|user|>Rome?<|bot|></think>«{CALL}<|tool|>»<|b|>sun<|bot|></think>"
+            "«It is sunny.<|user|>»More<|bot|></think>«Bye.<|user|>»Rome?<|bot|></think>"
+            f"«{CALL}<|tool|>»<|b|>sun<|bot|></think>«It is sunny.<|user|>»"
+        ],
+        set(),
+    ),
+    "a call over several lines": (
+        LINED,
+        RAIN,
+        [
+            f"{HEAD}<|user|>Rome?<|end|><|bot|>«<|a|><|b|><|call|>[\n    "
+            '{"id": "0", "name": "weather", "parameters": {"city": "Rome"}}\n]</call><|end|>»'
+            "<|tool|>sun<|end|><|bot|>«It is sunny.<|end|>»"
+        ],
+        set(),
     ),
     "the system's text stands in the last question": (
         MOVED,
@@ -432,6 +481,34 @@ LINES = (
     "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|bot|>\n{% endif %}"
 )
 STARTS = ("Hello.", "\n\nHello.", "  Hello.", "\n")
+
+
+NINE = PLAIN.replace(
+    "<|call|>{{ c", "<|call|>{{ raise_exception('nine') if c.id|length != 9 }}{{ c.id }} {{ c"
+).replace(
+    "<|{{ m.role }}|>",
+    "<|{{ m.role }}|>{% if m.role == 'tool' %}"
+    "{{ raise_exception('nine') if m.tool_call_id|length != 9 }}{{ m.tool_call_id }} {% endif %}",
+)
+
+
+def test_calls_are_given_the_ids_that_a_template_takes() -> None:
+    calls = [call(city="Rome") | {"id": "call_7f"}, call(city="Oslo") | {"id": "call_80"}]
+    results = [
+        Message("tool", "snow", (("tool_call_id", "call_80"),)),
+        Message("tool", "sun", (("tool_call_id", "call_7f"),)),
+    ]
+    for several, named in itertools.product((calls[:1], calls), (True, False)):
+        own = several if named else [{**one, "id": None} for one in several]
+        said = results[-len(own) :] if named else [Message("tool", "sun") for _ in own]
+        written = write(NINE, (*ROME[:2], say("", tool_calls=own), *said, say("So.")))
+        (document,) = shown(written)
+        ids = re.findall(r"<\|call\|>([a-f0-9]{9}) ", document)
+        answered = re.findall(r"<\|tool\|>([a-f0-9]{9}) ", document)
+        assert answered == (ids[::-1] if named else ids)
+        assert len(set(ids)) == len(own)
+    kept = [call(city="Rome") | {"id": "Ab3456789"}]
+    assert "<|call|>Ab3456789 " in shown(write(NINE, (*ROME[:2], say("", tool_calls=kept))))[0]
 
 
 ADDED = {

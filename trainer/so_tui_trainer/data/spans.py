@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import Chat, TemplateError
+from so_tui_trainer.data.chat import Chat, TemplateError, with_short_ids
 from so_tui_trainer.data.templated import Piece, pieces_of
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
@@ -512,6 +512,8 @@ def documents_of(
         _without_stop_token(chat, message) if message.role == "assistant" else message
         for message in conversation
     )
+    if chat.short_ids:
+        conversation = with_short_ids(conversation)
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
