@@ -339,7 +339,7 @@ ELSEWHERE: dict[str, tuple[str, Conversation, str]] = {
         (ask("Hi"), say("More or less."), ask("More"), say("Bye.")),
         "",
     ),
-    "an argument in the text beside it": (
+    "an argument in the text of its turn": (
         PLAIN.replace("{{ c.function.arguments | tojson }}", ""),
         (TOOL, ask("Where?"), say("The city is Rome.", tool_calls=[call(city="Rome")])),
         "",

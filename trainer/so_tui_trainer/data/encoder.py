@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS = 1000
 _WINDOW = 40
-"""Characters beside a border between segments that may become one token."""
+"""Characters on either side of a border between segments that may merge into one token."""
 _FIRST_WORD = re.compile(r"\s*\S*")
 Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids, and for each whether it is trained; both [tokens]."""
