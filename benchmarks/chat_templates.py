@@ -477,7 +477,7 @@ what the template leaves out.
 | split | the same; an answer that the template writes otherwise once it is earlier is a document of its own (`data.split_turns`) |
 | no system, no tools, no text, no reasoning | the template leaves this out; `so-tui data` and the plan count the rows |
 | reasoning added | the template leaves the reasoning out; it is trained in the form in which the model writes it |
-| unproven | which tokens the model is to write is not certain: the run is refused, or these answers are context (`data.unproven`) |
+| unproven | so-tui cannot prove which tokens the model would write: the run is refused, or these answers are context (`data.unproven`) |
 | refused | the template rejects the conversation |
 
 """  # noqa: E501
@@ -526,7 +526,7 @@ def page(cells: Mapping[tuple[str, str], Cell]) -> str:
     reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (name, kind), cell in cells.items():
         if cell.verdict in ("unproven", "refused"):
-            reason = re.sub(r"^message \d+: |: '.*'$", "", cell.reason)
+            reason = re.sub(r"^in message \d+, |: '.*'$", "", cell.reason)
             reasons[cell.verdict, reason][name].append(kind)
     lines += ["| verdict | reason | templates |", "|---|---|---|"]
     for (verdict, reason), found in sorted(reasons.items()):

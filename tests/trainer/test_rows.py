@@ -468,7 +468,7 @@ def test_tools_without_a_template_are_counted_not_trained(tmp_path: Path) -> Non
 def test_unknown_keys_are_named_once_with_their_rows(tmp_path: Path) -> None:
     said = [*turns("2+2?"), {"role": "assistant", "content": "4.", "mo{d\ne": "x"}]
     (sentence,) = kinds(tmp_path, ROWS["messages"], {"messages": said}, {"messages": said})
-    assert "2 rows (the first is 2)" in sentence
+    assert "2 rows (first: row 2)" in sentence
     assert "mo{d" in sentence
     assert "\n" not in sentence
     known = [*turns("2+2?"), {"role": "assistant", "content": "4.", "reasoning": None}]

@@ -246,7 +246,7 @@ def test_what_can_be_proven_beside_it_is_trained() -> None:
         "<|user|>Rome?<|end|><|bot|><|end|><|tool|>sun<|end|><|bot|>«It is sunny.<|end|>»"
     ]
     assert written.kinds == {"calls-dropped", "tools-dropped"}
-    assert "message 3" in written.unproven
+    assert "message 2" in written.unproven  # descriptions of tools are no message
 
 
 def test_text_that_a_call_has_too_is_still_missed() -> None:

@@ -73,7 +73,7 @@ class _Answer(NamedTuple):
 
 
 class _UnprovenError(Exception):
-    """An answer whose tokens are not certain."""
+    """An answer whose tokens cannot be proven."""
 
 
 # What a turn consists of.
@@ -192,13 +192,19 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                 found.add("text-dropped")
             else:
                 raise _UnprovenError(
-                    f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
+                    f"the template leaves out or moves a {message.role} message: {said[:40]!r}"
                 )
         if not calls_of(message):
             at = max(at, place)  # what is said beside a call may stand behind its result
         elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
+
+
+def _message(conversation: Conversation, index: int) -> str:
+    """Name a turn by its number; descriptions of tools are none."""
+    before = (turn for turn in conversation[:index] if turn.role != TOOLS)
+    return f"message {1 + sum(1 for _ in before)}"
 
 
 # Proof.
@@ -229,7 +235,7 @@ class _Row:
 
         Raises:
             TemplateError: The template rejects the turns.
-            _UnprovenError: What the model would write is not certain.
+            _UnprovenError: What the model would write cannot be proven.
         """
         turn = self.turns[index]
         if reason := dict(turn.extra).get(UNREAD):
@@ -249,10 +255,10 @@ class _Row:
         thought = [] if "reasoning-dropped" in kinds else [reasoning]
         if text and not _has_beside(said, text, [*thought, *called]):
             if not calls_of(turn):
-                raise _UnprovenError("the template leaves out what the assistant says")
+                raise _UnprovenError("the template leaves out the answer's text")
             kinds.add("text-dropped")
         if not _has_calls(said, turn):
-            raise _UnprovenError("the template leaves out a call of a tool, or its arguments")
+            raise _UnprovenError("the template leaves out a tool call or its arguments")
         return _Answer(prompt, said + tail[stop:], len(said), frozenset(kinds))
 
     def _prompt(self, index: int, *, thinks: bool) -> str:
@@ -283,7 +289,7 @@ class _Row:
             asked = self.chat.render(short, ask=True, thinks=thinks)
             found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
         if found is None:
-            raise _UnprovenError("the template writes it in another form than it asks with")
+            raise _UnprovenError("the answer does not follow the prompt that a server would send")
         tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
@@ -377,7 +383,7 @@ def written(
             proven[index] = row.answer(index)
             kinds |= proven[index].kinds
         except _UnprovenError as error:
-            unproven = unproven or f"message {index + 1}: {error}"
+            unproven = unproven or f"in {_message(conversation, index)}, {error}"
     if not proven:
         return Written([], frozenset(kinds), unproven)
     last = max(proven)
@@ -496,7 +502,7 @@ def _plainly(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> 
     return Written(
         [parts] if any(part.trained for part in parts) else [],
         frozenset(kinds),
-        f"message {calling[0] + 1}: no calls are written without a chat template"
+        f"{_message(conversation, calling[0])} has a tool call and no chat template writes it"
         if calling
         else "",
     )
