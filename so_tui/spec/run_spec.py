@@ -174,8 +174,8 @@ class DataSpec(_Section, frozen=True):
                 "Tokens that carry loss: those of all answers of the `assistant`, of the "
                 "`last-turn` only, or `all`. The stop token of an answer is included. `padded`: "
                 "each row is filled up to the sequence length with the tokenizer's padding token, "
-                "or its end token, and all of that carries loss, as in DeepSpeed's SuperOffload "
-                "example."
+                "or its end token, and all of these tokens carry loss, as in DeepSpeed's "
+                "SuperOffload example."
             )
         ),
     ] = "assistant"

@@ -185,7 +185,7 @@ def _check_row(row: Any, text: str, name: str, number: int) -> None:
                 "data-half-character",
                 name,
                 number,
-                f"has half of a character ({broken}), which is no text",
+                f"has half of a surrogate pair ({broken}), which is not text",
             ) from error
 
 
