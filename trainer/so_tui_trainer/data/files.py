@@ -52,7 +52,7 @@ READERS = {
     ".tsv": "csv",
 }
 LONGEST_ROW_BYTES = 32 << 20
-"""Of a line of JSON. A million tokens of text are about 5 MB."""
+"""Limit for a line of JSON. A million tokens of text are about 5 MB."""
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 NOT_UTF8_REMEDY = "Save the file as UTF-8."
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"(\xb5/\xfd": "zstd"}

@@ -1,10 +1,10 @@
 """Which tokens of a conversation are trained, and in what context, proven for each answer.
 
-The context P of an answer is what a server would ask the model with: the turns before it and the
-generation prompt. The answer A is what the model is to write then: reasoning, text, calls, and the
+The context P of an answer is the prompt that a server would send: the turns before it and the
+generation prompt. The answer A is what the model should write next: reasoning, text, calls, and the
 token that stops generation. Where the template writes the whole conversation as one text in which
-each answer stands behind its context, that text is one document. Otherwise each answer becomes a
-document of its own, or is context. What the data have and the template leaves out is counted.
+each answer follows its context, that text is one document. Otherwise each answer becomes a document
+of its own, or is context. Parts of the data that the template leaves out are counted.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                     f"the template leaves out or moves a {message.role} message: {said[:40]!r}"
                 )
         if not calls_of(message):
-            at = max(at, place)  # what is said beside a call may stand behind its result
+            at = max(at, place)  # text beside a call may come after its result
         elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
@@ -262,7 +262,7 @@ class _Row:
         return _Answer(prompt, said + tail[stop:], len(said), frozenset(kinds))
 
     def _prompt(self, index: int, *, thinks: bool) -> str:
-        """Return what a server asks the model with."""
+        """Return the prompt that a server would send."""
         if any(turn.role != TOOLS for turn in self.turns[:index]):
             return self.render(index, ask=True, thinks=thinks)
         # Templates render no empty conversation: only the generation prompt stands before it.
@@ -281,9 +281,8 @@ class _Row:
         whole = self.render(index + 1, ask=False, thinks=thinks)
         found = _behind(prompt, whole)
         if found is None:
-            # The context is written in another form than the model is asked with: the system's
-            # text moves along, or earlier analysis goes. What the turn itself consists of shows
-            # where nothing stands before it but a question.
+            # The context differs from the server's prompt: the system text moves along, or earlier
+            # analysis is dropped. Render the turn alone, after a question, to see its parts.
             short = [turn for turn in self.turns[:index] if turn.role == TOOLS]
             short.append(Message("user", "?"))
             asked = self.chat.render(short, ask=True, thinks=thinks)
@@ -344,7 +343,7 @@ def _behind(prompt: str, whole: str) -> str | None:
 
 def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
     """Return an answer with the reasoning that the template leaves out, in the form in which
-    inference produces it; empty where the template shows no such form.
+    inference produces it; empty if the template has no such form.
     """
     if prompt.rstrip().endswith("<think>"):
         before, closing, text = said.partition("</think>")
@@ -416,7 +415,7 @@ def written(
 # The whole of a row, also without a template.
 
 _ANSWER_HEADING = "### Response:\n"
-"""Of the Alpaca layout."""
+"""What precedes an answer in the Alpaca layout."""
 
 
 def documents_of(

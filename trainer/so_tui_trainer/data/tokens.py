@@ -182,7 +182,7 @@ def preparing(
 
     Raises:
         InputError: Data or tokenizer cannot be read, a row is malformed, a source has no trained
-            token, or answers that are not certain.
+            token, or answers that are not proven.
     """
     tokenizer = load_tokenizer(spec.model)
     sources = open_sources(spec.data)
