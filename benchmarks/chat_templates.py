@@ -35,7 +35,7 @@ SHA256 = "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"
 _LONG = 1 << 20
 
 Verdict = Literal["proven", "split", "unproven", "refused", "wrong"]
-"""``wrong``: our own rendering of the server's question, or of the parts, disagrees."""
+"""``wrong``: our own rendering of the server's prompt, or of the parts, disagrees."""
 Rule = Literal[
     "newline", "question", "empty", "unproven", "split", "ends-otherwise", "stop", "opening"
 ]
@@ -49,10 +49,10 @@ class Cell(NamedTuple):
 
     verdict: Verdict
     kinds: frozenset[str] = frozenset()
-    """What is counted beside the verdict."""
+    """Kinds that are counted in addition to the verdict."""
     reason: str = ""
     twin: Twin = "none"
-    """Of the documents, compared with the training template."""
+    """How the documents compare with those of the training template."""
     rules: frozenset[Rule] = frozenset()
     """What explains the differences."""
     unexplained: tuple[str, ...] = ()
@@ -214,7 +214,7 @@ class _Case:
 
     @cached_property
     def questions(self) -> dict[int, str]:
-        """What a server asks with, by the index of the answer, rendered anew."""
+        """The prompt that a server would send, rendered again, by the index of the answer."""
         return {
             index: self.chat.render(self.turns[:index], ask=True, thinks=self.thinks(index))
             for index, turn in enumerate(self.turns)
@@ -464,20 +464,20 @@ _INTRODUCTION = f"""\
 
 <!-- Written by `python -m benchmarks.chat_templates`, which needs a package index. -->
 
-You see what so-tui trains of 13 kinds of conversation under each chat template that TRL {VERSION} publishes, what it leaves out or
-refuses, and why its masks differ from those of TRL's own training templates. [Your data](data.md) has the rules.
+What so-tui trains in 13 kinds of conversation under each chat template that TRL {VERSION} publishes, what it leaves out or
+refuses, and why its masks differ from those of TRL's own training templates. [Your data](data.md#what-is-trained) has the rules.
 
-Each template has a small tokenizer with the special tokens that it names. For each trained answer the benchmark renders again what a
-server asks with, and finds it before the answer; the answer has the text, the reasoning and the calls of its turn, unless the table names
-what the template leaves out.
+Each template gets a small tokenizer with the special tokens that it names. For each trained answer, the benchmark renders the prompt that a
+server would send, and checks that it precedes the answer, and that the answer has the text, reasoning and calls of its turn, unless the table
+says that the template leaves them out.
 
 | word | meaning |
 |---|---|
 | proven | every answer is trained as the model writes it |
-| split | the same; an answer that the template writes otherwise once it is earlier is a document of its own (`data.split_turns`) |
+| split | the same; an answer that the template changes once later turns follow is a document of its own (`data.split_turns`) |
 | no system, no tools, no text, no reasoning | the template leaves this out; `so-tui data` and the plan count the rows |
-| reasoning added | the template leaves the reasoning out; it is trained in the form in which the model writes it |
-| unproven | which tokens the model is to write is not certain: the run is refused, or these answers are context (`data.unproven`) |
+| reasoning added | the template leaves the reasoning out; so-tui adds it as the model writes it, and trains it |
+| unproven | so-tui cannot prove which tokens the model would write: the run is refused, or these answers are context (`data.unproven`) |
 | refused | the template rejects the conversation |
 
 """  # noqa: E501
@@ -494,23 +494,25 @@ _NOTES = {
 _RULES: dict[Rule, str] = {
     "newline": "TRL trains the line break behind the token that stops the model.",
     "question": (
-        "TRL trains the end of what a server asks with, such as the role's name or an empty "
-        "thought, which the model never writes."
+        "TRL trains the end of the prompt that a server would send, such as the role's name or an "
+        "empty thought, which the model never writes."
     ),
-    "empty": "TRL trains the end of an empty answer; to us it is context.",
+    "empty": "TRL trains the end of an empty answer; so-tui does not.",
     "ends-otherwise": (
-        "TRL trains what ends an earlier answer or the whole text, although another token stops "
-        "the model."
+        "TRL trains the token that ends an earlier answer or the whole text, although another one "
+        "stops the model."
     ),
-    "unproven": "TRL trains a turn of which the template leaves out a call; we refuse the row.",
+    "unproven": (
+        "TRL trains a turn although the template leaves out its call; so-tui refuses the row."
+    ),
     "split": (
-        "TRL trains an earlier answer in a form that the model does not write; we train it in a "
-        "document of its own."
+        "TRL trains an earlier answer in a form that the model does not write; so-tui trains it in "
+        "a document of its own."
     ),
-    "stop": "TRL does not train the token behind a call at which generation stops; we do.",
+    "stop": "TRL does not train the token after a call that stops generation; so-tui does.",
     "opening": (
-        "TRL does not train the start of an answer that a server's question lacks, so that the "
-        "model has to write it; we do."
+        "TRL does not train the start of an answer that is not in the server's prompt, so that the "
+        "model has to write it; so-tui does."
     ),
 }
 
@@ -526,7 +528,7 @@ def page(cells: Mapping[tuple[str, str], Cell]) -> str:
     reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (name, kind), cell in cells.items():
         if cell.verdict in ("unproven", "refused"):
-            reason = re.sub(r"^message \d+: |: '.*'$", "", cell.reason)
+            reason = re.sub(r"^in message \d+, |: '.*'$", "", cell.reason)
             reasons[cell.verdict, reason][name].append(kind)
     lines += ["| verdict | reason | templates |", "|---|---|---|"]
     for (verdict, reason), found in sorted(reasons.items()):

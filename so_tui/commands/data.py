@@ -103,10 +103,12 @@ def _print_verdict(out: Console, check: DataCheck) -> None:
             first, why = thousands(one.first[0]), f"{why_dropped(reason)}: {one.named}"
             table.add_row(thousands(one.rows), first, "dropped", why)
         out.print(table, "")
+    if any(source.kinds for source in check.sources):
+        out.print(Text("a row may be counted in several lines", "dim"))
     for warning in check.warnings:
         out.print(Text(f"! {warning}", style="yellow"))
     if check.refused:
-        out.print(Text("refused: some answers are not proven (data.unproven = refuse)", "bold red"))
+        out.print(Text("refused: some answers are not proven (`data.unproven`)", "bold red"))
     elif empty := [source.source for source in check.sources if not source.documents]:
         out.print(Text(f"nothing is trained of {', '.join(empty)}", "bold red"))
     else:
@@ -140,9 +142,10 @@ def _print(out: Console, preview: DataPreview) -> None:
             sep="\n",
         )
     for sample in preview.samples:
-        out.rule(
-            Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim"
-        )
+        heading = f"row {thousands(sample.row)}   {sample.counted}"
+        out.rule(Text(heading, style="dim"), align="left", style="dim")
+        if len(preview.sources) > 1:
+            out.print(Text(printable_line(sample.source), style="dim"))
         out.print(_coloured(sample, plain))
 
 
@@ -212,11 +215,6 @@ def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
         bar,
         Text(preview.sequence_sum(), style="dim"),
     )
-
-
-def _heading(sample: Sample, named: bool) -> str:
-    where = f"row {sample.row} of {sample.source}" if named else f"row {sample.row}"
-    return f"{where}   {sample.counted}"
 
 
 def _coloured(sample: Sample, plain: bool) -> RenderableType:

@@ -355,12 +355,13 @@ class DataPreview(_Tally, frozen=True, kw_only=True):
         """Return name, figure and meaning of each count."""
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
+        split = "turns-split" in self.kinds and f", in {thousands(self.documents)} documents"
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
         purpose = "have trained tokens" if self.held_out else "are trained on"
         facts = [
-            ("rows", self.rows, f"{thousands(used)} {purpose}"),
+            ("rows", self.rows, f"{thousands(used)} {purpose}{split or ''}"),
             ("held out", self.held_out, "documents for evaluation; the others are trained on"),
             (
                 "tokens",

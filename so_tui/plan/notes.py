@@ -1147,10 +1147,13 @@ class DataFound(Fact):
     first: int
     """The first row, from 1."""
     detail: str = ""
+    source: str = ""
+    """Where that row is; empty where there is one source only."""
 
     @property
     def sentence(self) -> str:
-        (text,) = sentences({self.kind: Found(self.rows, self.first, self.detail)})
+        found = Found(self.rows, self.first, self.detail, self.source)
+        (text,) = sentences({self.kind: found})
         return text
 
     words = "data: {sentence:line}"

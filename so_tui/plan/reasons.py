@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from so_tui.plan.fit import Assessment, assess, best, in_mode
 from so_tui.plan.notes import (
@@ -300,7 +300,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
         yield SlowWithoutGpu(parameters=parameters)
     if (known := seen(spec)) is not None:
         for kind, one in sorted(known.kinds.items()):
-            yield DataFound(kind=kind, rows=one.rows, first=one.first, detail=one.detail)
+            yield DataFound(kind=kind, **asdict(one))
     masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
     if masked and not spec.data.packing and spec.data.loss != "padded":
         rows = target.workload.row_share(spec.train.micro_batch)

@@ -1,4 +1,4 @@
-"""What of the rows of a data set is not trained as it stands, by kind, and how that is said."""
+"""Kinds of rows that are not trained as they stand, and the sentences about them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.spec.errors import InputError, reject
 from so_tui.trust.text import printable_line
 from so_tui.units import plural, thousands
 
 
-class Found(Struct, frozen=True, array_like=True):
+class Found(Struct, frozen=True, omit_defaults=True):
     """How often a kind was found."""
 
     rows: int
@@ -20,27 +21,35 @@ class Found(Struct, frozen=True, array_like=True):
     """The first row, from 1."""
     detail: str = ""
     """What is special about it."""
+    source: str = ""
+    """Where that row is; empty where there is one source only."""
 
     def __add__(self, other: Found) -> Found:
-        first = min(self, other, key=lambda found: found.first)
-        return Found(self.rows + other.rows, first.first, first.detail)
+        same = self.source == other.source
+        first = other if same and other.first < self.first else self
+        return replace(first, rows=self.rows + other.rows)
 
 
-class Dropped(Struct, frozen=True, array_like=True):
+class Dropped(Struct, frozen=True, omit_defaults=True):
     """Rows that nothing is trained of, for one reason."""
 
     rows: int
     first: tuple[int, ...]
     """The first rows, from 1."""
+    source: str = ""
+    """Where those rows are; empty where there is one source only."""
 
     @property
     def named(self) -> str:
         """The first rows in words: ``rows 2, 7, 9 ...``."""
         more = " ..." if self.rows > len(self.first) else ""
-        return f"row{'s' if self.rows > 1 else ''} {', '.join(map(thousands, self.first))}{more}"
+        numbers = ", ".join(map(thousands, self.first))
+        return f"row{'s' if len(self.first) > 1 else ''} {numbers}{_of(self.source)}{more}"
 
     def __add__(self, other: Dropped) -> Dropped:
-        return Dropped(self.rows + other.rows, (*self.first, *other.first)[:NAMED_ROWS])
+        more = other.first if self.source == other.source else ()
+        first = (*self.first, *more)[:NAMED_ROWS]
+        return replace(self, rows=self.rows + other.rows, first=first)
 
 
 NAMED_ROWS = 5
@@ -50,40 +59,40 @@ _DROPPED: dict[DropReason, str] = {
     "no-answer": "there is no answer",
     "prompt-too-long": "the prompt alone fills a sequence",
     "nothing-trained": "no token is trained within a sequence",
-    "unproven": "which tokens the model is to write is not certain",
+    "unproven": "none of the answers is proven",
 }
 Outcome = Literal["trained", "context", "left out", "refused"]
 """What happens to what a kind names."""
 UNPROVEN = "unproven"
-"""Kind of a row with an answer whose tokens are not certain."""
+"""Kind of a row with an answer that is not proven."""
 UNKNOWN_KEY = "unknown-key"
 """Prefix of the kind of a row with an unknown key; a colon and the key follow."""
 _SENTENCES = {
-    "system-dropped": "the template leaves out the system's or developer's text of {rows}",
-    "tools-dropped": "the template leaves out the descriptions of tools of {rows}",
-    "results-dropped": "the template leaves out results of tools of {rows}",
-    "calls-dropped": "the template leaves out earlier calls of tools of {rows}",
-    "text-dropped": "the template leaves out what is said beside a call of a tool in {rows}",
+    "system-dropped": "the template leaves out the system or developer message of {rows}",
+    "tools-dropped": "the template leaves out the tool descriptions of {rows}",
+    "results-dropped": "the template leaves out tool results of {rows}",
+    "calls-dropped": "the template leaves out earlier tool calls of {rows}",
+    "text-dropped": "the template leaves out the text beside a tool call in {rows}",
     "reasoning-dropped": "the template leaves out the reasoning of answers in {rows}",
     "reasoning-composed": (
-        "the template leaves out the reasoning of answers in {rows}; it is trained in the form in "
-        "which the model writes it"
+        "the template leaves out the reasoning of answers in {rows}; so-tui adds it as the model "
+        "writes it, and trains it"
     ),
     "turns-split": (
-        "the template writes earlier answers of {rows} in another form than the model does; each "
-        "is trained in a document of its own (`data.split_turns`)"
+        "in {rows}, the template changes an answer once later turns follow; each such answer is "
+        "trained in a document of its own (`data.split_turns`)"
     ),
     "turns-context": (
-        "the template writes earlier answers of {rows} in another form than the model does; they "
-        "are context, not trained (`data.split_turns=true` trains them)"
+        "in {rows}, the template changes an answer once later turns follow; such answers are "
+        "context, not trained (`data.split_turns=true` trains them)"
     ),
     "templated": (
-        "the prompt of {rows} has the chat template already; these rows are trained as they are"
+        "in {rows}, the prompt already contains the chat template and is not wrapped in it again"
     ),
     "system-replaced": (
-        "the system text of {rows} lists the tools; the template's own list takes its place"
+        "the system message of {rows} lists the tools; the template's own list replaces it"
     ),
-    UNPROVEN: "which tokens the model is to write is not certain in {rows}: {detail}",
+    UNPROVEN: "in {rows}, so-tui cannot prove which tokens the model would write: {detail}",
 }
 
 
@@ -118,7 +127,7 @@ def row_missing(number: str, most: int) -> InputError:
         "row",
         number,
         f"the data have {plural(most, 'row')}",
-        "Name a row from 1 to that number.",
+        f"Give a number from 1 to {thousands(most)}.",
     )
 
 
@@ -131,10 +140,16 @@ def sentences(found: Mapping[str, Found]) -> list[str]:
     """Return a sentence for each kind."""
     return [
         sentence(
-            kind, one.detail, f"{plural(one.rows, 'row')} (the first is {thousands(one.first)})"
+            kind,
+            one.detail,
+            f"{plural(one.rows, 'row')} (first: row {thousands(one.first)}{_of(one.source)})",
         )
         for kind, one in sorted(found.items())
     ]
+
+
+def _of(source: str) -> str:
+    return f" of {printable_line(source)}" if source else ""
 
 
 def sentence(kind: str, detail: str, rows: str) -> str:
@@ -146,5 +161,7 @@ def _wording(kind: str) -> str:
     name, colon, key = kind.partition(":")
     if colon and name == UNKNOWN_KEY:
         shown = printable_line(key).replace("{", "{{").replace("}", "}}")
-        return f"turns in {{rows}} have the unknown key `{shown}`"
+        return (
+            f"turns in {{rows}} have the key `{shown}`, which neither so-tui nor the template reads"
+        )
     return _SENTENCES.get(kind, f"{kind}: {{rows}}")

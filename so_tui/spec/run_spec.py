@@ -174,8 +174,8 @@ class DataSpec(_Section, frozen=True):
                 "Tokens that carry loss: those of all answers of the `assistant`, of the "
                 "`last-turn` only, or `all`. The stop token of an answer is included. `padded`: "
                 "each row is filled up to the sequence length with the tokenizer's padding token, "
-                "or its end token, and all of that carries loss, as in DeepSpeed's SuperOffload "
-                "example."
+                "or its end token, and all of these tokens carry loss, as in DeepSpeed's "
+                "SuperOffload example."
             )
         ),
     ] = "assistant"
@@ -183,8 +183,9 @@ class DataSpec(_Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Train an answer that the chat template writes in another form once it is earlier "
-                "(without its reasoning, say) in a document of its own; otherwise it is context."
+                "Train each answer that the chat template changes once later turns follow (it "
+                "drops the reasoning, say) in a document of its own; otherwise such answers are "
+                "context."
             )
         ),
     ] = True
@@ -192,8 +193,9 @@ class DataSpec(_Section, frozen=True):
         Literal["refuse", "context"],
         Meta(
             description=(
-                "Answers of which it is not certain what tokens the model is to write: `refuse` "
-                "the data, or leave them as `context`."
+                "What to do if so-tui cannot prove which tokens of an answer the model would "
+                "write: `refuse` the data, or keep such answers as `context`, which is not "
+                "trained."
             )
         ),
     ] = "refuse"

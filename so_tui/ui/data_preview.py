@@ -269,6 +269,7 @@ class DataPreviewScreen(Dialog[None]):
         if (preview := self._preview) is None or self.query_one("#row", Button).disabled:
             return
         most = max(source.rows for source in preview.sources)
+        shown = "this row of each source" if len(preview.sources) > 1 else "the row"
 
         def read(given: str) -> int:
             number = int(given) if given.isdecimal() and len(given) < _DIGITS else 0
@@ -279,7 +280,7 @@ class DataPreviewScreen(Dialog[None]):
         self.app.push_screen(
             AskText(
                 "Go to a row",
-                f"A number from 1 to {thousands(most)}; the row is shown above the first rows.",
+                f"A number from 1 to {thousands(most)}; {shown} comes before the first rows.",
                 Input(compact=True),
                 yes="Show",
                 read=read,

@@ -190,6 +190,8 @@ def test_only_the_first_dropped_rows_are_named(tmp_path: Path) -> None:
         "no-answer": Dropped(NAMED_ROWS + 3, tuple(range(2, 2 + NAMED_ROWS)))
     }
     assert preview.notes[-1].endswith(": rows 2, 3, 4, 5, 6 ...")
+    one = Dropped(1, (2,), "one") + Dropped(3, (4, 5, 6), "one")
+    assert (one + Dropped(2, (1, 2), "other")).named == "rows 2, 4, 5, 6 of one ..."
 
 
 def test_a_plan_names_what_was_found_in_the_same_data(tmp_path: Path, templated: str) -> None:
@@ -207,6 +209,28 @@ def test_a_plan_names_what_was_found_in_the_same_data(tmp_path: Path, templated:
     assert found(context) == []
     told(context)
     assert found(context) == [("turns-context", 1)]
+
+
+def test_the_first_row_of_a_kind_is_named_with_its_source(tmp_path: Path, templated: str) -> None:
+    one = lines(tmp_path, [thinking("Is it?"), thinking("Is it?", "And then?")], "one.jsonl")
+    other = lines(tmp_path, [thinking("Is it?", "And then?")], "other.jsonl")
+    spec = spec_of(f'[{{source = "{one}"}}, {{source = "{other}"}}]', model__tokenizer=templated)
+    told(spec)
+    (note,) = [n for n in make_plan(spec, cpu_machine()).warnings if isinstance(n, DataFound)]
+    assert (note.rows, note.first, note.source) == (2, 2, str(one))
+    assert f"2 rows (first: row 2 of {one})" in note.sentence
+
+
+def test_a_refusal_counts_the_rows_that_were_read(tmp_path: Path, templated: str) -> None:
+    path = lines(tmp_path, [thinking("Is it?"), thinking("a secret"), thinking("a secret")])
+    spec = spec_of(path, model__tokenizer=templated)
+    for problem in (
+        refusal(lambda: told(spec)),
+        refusal(lambda: list(_check({"spec": spec_tree(spec)}))),
+    ):
+        assert (problem.code, problem.field) == ("data-unproven", "data.source")
+        assert problem.value.endswith("row 2")
+        assert "in 2 of the 3 rows" in problem.message
 
 
 @pytest.mark.slow

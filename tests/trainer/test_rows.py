@@ -368,7 +368,7 @@ def test_columns_beside_a_named_layout_are_not_used(tmp_path: Path) -> None:
     path = lines(tmp_path, [row])
     (opened,) = open_sources(spec_of(path, data__format="messages").data)
     assert len([*opened.conversations(0, 1)]) == 1
-    assert unused_columns(opened.rows.column_names, opened.layout) == (
+    assert unused_columns(opened.columns, opened.layout) == (
         "chosen",
         "rejected",
         "prompt",
@@ -414,7 +414,7 @@ def test_layouts_of_published_data_are_read(tmp_path: Path, name: str) -> None:
     (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
     (found,) = opened.conversations(0, 1)
     assert [(message.role, message.content) for message in found] == said
-    assert unused_columns(opened.rows.column_names, opened.layout) == unused
+    assert unused_columns(opened.columns, opened.layout) == unused
 
 
 def test_turns_of_another_trainer_have_parts_and_weights(tmp_path: Path) -> None:
@@ -468,13 +468,13 @@ def test_tools_without_a_template_are_counted_not_trained(tmp_path: Path) -> Non
 def test_unknown_keys_are_named_once_with_their_rows(tmp_path: Path) -> None:
     said = [*turns("2+2?"), {"role": "assistant", "content": "4.", "mo{d\ne": "x"}]
     (sentence,) = kinds(tmp_path, ROWS["messages"], {"messages": said}, {"messages": said})
-    assert "2 rows (the first is 2)" in sentence
+    assert "2 rows (first: row 2)" in sentence
     assert "mo{d" in sentence
     assert "\n" not in sentence
     known = [*turns("2+2?"), {"role": "assistant", "content": "4.", "reasoning": None}]
     assert kinds(tmp_path, {"messages": known, "source": "sums"}) == []
     (sentence,) = kinds(tmp_path, CALLING["Glaive"])
-    assert "system text" in sentence
+    assert "system message" in sentence
 
 
 HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -299,7 +299,7 @@ def test_what_can_be_proven_beside_it_is_trained() -> None:
         "<|user|>Rome?<|end|><|bot|><|end|><|tool|>sun<|end|><|bot|>«It is sunny.<|end|>»"
     ]
     assert written.kinds == {"calls-dropped", "tools-dropped"}
-    assert "message 3" in written.unproven
+    assert "message 2" in written.unproven  # descriptions of tools are no message
 
 
 ELSEWHERE: dict[str, tuple[str, Conversation, str]] = {

@@ -37,7 +37,7 @@ from so_tui.runs.records import (
     StartRecord,
 )
 from so_tui.spec import RunSpec
-from so_tui.spec.data_notes import sentences
+from so_tui.spec.data_notes import dropped_sentences, sentences
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import REGENERATE
 from so_tui.trust.folders import is_shared
@@ -206,7 +206,9 @@ def _documents(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> Documents:
             "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.",
         )
     documents = cache.read(folder, spec.data)
-    for warning in (*documents.warnings, *sentences(documents.counts.kinds)):
+    counts = documents.counts
+    notes = (*sentences(counts.kinds), *dropped_sentences(counts.dropped_rows))
+    for warning in (*documents.warnings, *notes):
         recorder.warn("data", warning)
     return documents
 

@@ -339,9 +339,20 @@ def read(folder: Path, data: DataSpec) -> Documents:
         replace(tally, source=source.source, weight=source.weight)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
-    counts = sum((part.counts for part in parts), Counts(0, 0, 0))
+    named = map(_with_source, parts) if len(parts) > 1 else (part.counts for part in parts)
+    counts = sum(named, Counts(0, 0, 0))
     return Documents(
         tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings, info.padding
+    )
+
+
+def _with_source(part: SourcePart) -> Counts:
+    """Return the counts of a source, with its name where rows are named."""
+    counts, source = part.counts, part.source
+    return replace(
+        counts,
+        kinds={kind: replace(one, source=source) for kind, one in counts.kinds.items()},
+        dropped_rows={why: replace(one, source=source) for why, one in counts.dropped_rows.items()},
     )
 
 

@@ -52,7 +52,7 @@ READERS = {
     ".tsv": "csv",
 }
 LONGEST_ROW_BYTES = 32 << 20
-"""Of a line of JSON. A million tokens of text are about 5 MB."""
+"""Limit for a line of JSON. A million tokens of text are about 5 MB."""
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 NOT_UTF8_REMEDY = "Save the file as UTF-8."
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2", b"(\xb5/\xfd": "zstd"}
@@ -185,7 +185,7 @@ def _check_row(row: Any, text: str, name: str, number: int) -> None:
                 "data-half-character",
                 name,
                 number,
-                f"has half of a character ({broken}), which is no text",
+                f"has half of a surrogate pair ({broken}), which is not text",
             ) from error
 
 

@@ -323,8 +323,12 @@ def read_row(row: Row, usual: Layout, source: DataSource, number: int) -> Conver
             "Set it to 0 or 1, or remove the key.",
         ) from error
     except RowError as error:
-        raise bad_row(
-            "data-row-unreadable", source.source, number, f"{error} (read as {layout.name})"
+        raise reject(
+            "data-row-unreadable",
+            "data.source",
+            _named(source.source, number),
+            f"{error} (read as {layout.name})",
+            "Correct or remove the row, or name its layout in `data.format`.",
         ) from error
 
 
@@ -354,5 +358,5 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
         "data.source",
         _named(source, number),
         message,
-        "Correct or remove the row, or set another `data.format`.",
+        "Correct or remove the row.",
     )

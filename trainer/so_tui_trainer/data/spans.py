@@ -1,10 +1,10 @@
 """Which tokens of a conversation are trained, and in what context, proven for each answer.
 
-The context P of an answer is what a server would ask the model with: the turns before it and the
-generation prompt. The answer A is what the model is to write then: reasoning, text, calls, and the
+The context P of an answer is the prompt that a server would send: the turns before it and the
+generation prompt. The answer A is what the model should write next: reasoning, text, calls, and the
 token that stops generation. Where the template writes the whole conversation as one text in which
-each answer stands behind its context, that text is one document. Otherwise each answer becomes a
-document of its own, or is context. What the data have and the template leaves out is counted.
+each answer follows its context, that text is one document. Otherwise each answer becomes a document
+of its own, or is context. Parts of the data that the template leaves out are counted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Answer(NamedTuple):
 
 
 class _UnprovenError(Exception):
-    """An answer whose tokens are not certain."""
+    """An answer whose tokens cannot be proven."""
 
 
 # What a turn consists of.
@@ -236,13 +236,19 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
             else:
                 shown = repr(_unmarked(said)[:40])
                 raise _UnprovenError(
-                    f"the template leaves out or moves what the {message.role} says: {shown}"
+                    f"the template leaves out or moves a {message.role} message: {shown}"
                 )
         if not calls_of(message):
-            at = max(at, place)  # what is said beside a call may stand behind its result
+            at = max(at, place)  # text beside a call may come after its result
         elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
+
+
+def _message(conversation: Conversation, index: int) -> str:
+    """Name a turn by its number; descriptions of tools are none."""
+    before = (turn for turn in conversation[:index] if turn.role != TOOLS)
+    return f"message {1 + sum(1 for _ in before)}"
 
 
 # Proof.
@@ -295,7 +301,7 @@ class _Row:
 
         Raises:
             TemplateError: The template rejects the turns.
-            _UnprovenError: What the model would write is not certain.
+            _UnprovenError: What the model would write cannot be proven.
         """
         if self._with_marks is not None:
             with suppress(_ReactsError, TemplateError):  # found without marks then
@@ -321,14 +327,14 @@ class _Row:
             said = composed or said
         if text and not _has(said, text):
             if not calls_of(turn):
-                raise _UnprovenError("the template leaves out what the assistant says")
+                raise _UnprovenError("the template leaves out the answer's text")
             kinds.add("text-dropped")
         if not _has_calls(said, turn):
-            raise _UnprovenError("the template leaves out a call of a tool, or its arguments")
+            raise _UnprovenError("the template leaves out a tool call or its arguments")
         return _Answer(prompt, said + tail[stop:], len(said), frozenset(kinds))
 
     def _prompt(self, index: int, *, thinks: bool) -> str:
-        """Return what a server asks the model with."""
+        """Return the prompt that a server would send."""
         if any(turn.role != TOOLS for turn in self.turns[:index]):
             return self.render(index, ask=True, thinks=thinks)
         # Templates render no empty conversation: only the generation prompt stands before it.
@@ -347,11 +353,11 @@ class _Row:
         whole = self.render(index + 1, ask=False, thinks=thinks)
         found = _behind(prompt, whole)
         if found is None:
-            # The context is written in another form than the model is asked with: the system's
-            # text moves along, or earlier analysis goes.
+            # The context differs from the server's prompt: the system text moves along, or earlier
+            # analysis is dropped.
             found = self._alone(index, thinks=thinks)
         if found is None:
-            raise _UnprovenError("the template writes it in another form than it asks with")
+            raise _UnprovenError("the answer does not follow the prompt that a server would send")
         tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
@@ -406,7 +412,7 @@ def _behind(prompt: str, whole: str) -> str | None:
 
 def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
     """Return an answer with the reasoning that the template leaves out, in the form in which
-    inference produces it; empty where the template shows no such form.
+    inference produces it; empty if the template has no such form.
     """
     if prompt.rstrip().endswith("<think>"):
         before, closing, text = said.partition("</think>")
@@ -446,7 +452,7 @@ def written(
             proven[index] = row.answer(index)
             kinds |= proven[index].kinds
         except _UnprovenError as error:
-            unproven = unproven or f"message {index + 1}: {error}"
+            unproven = unproven or f"in {_message(conversation, index)}, {error}"
     if not proven:
         return Written([], frozenset(kinds), unproven)
     last = max(proven)
@@ -481,7 +487,7 @@ def written(
 # The whole of a row, also without a template.
 
 _ANSWER_HEADING = "### Response:\n"
-"""Of the Alpaca layout."""
+"""What precedes an answer in the Alpaca layout."""
 
 
 def documents_of(
@@ -578,7 +584,7 @@ def _plainly(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> 
     return Written(
         [parts] if any(part.trained for part in parts) else [],
         frozenset(kinds),
-        f"message {calling[0] + 1}: no calls are written without a chat template"
+        f"{_message(conversation, calling[0])} has a tool call and no chat template writes it"
         if calling
         else "",
     )

@@ -182,7 +182,7 @@ def preparing(
 
     Raises:
         InputError: Data or tokenizer cannot be read, a row is malformed, a source has no trained
-            token, or answers that are not certain.
+            token, or answers that are not proven.
     """
     tokenizer = load_tokenizer(spec.model)
     sources = open_sources(spec.data)
@@ -400,7 +400,7 @@ def _work(task: _Task) -> _Done:
 
 
 def refuse_unproven(source: str, counts: Counts) -> None:
-    """Refuse a source with answers whose tokens are not certain (``data.unproven``).
+    """Refuse a source with answers that are not proven (``data.unproven``).
 
     Raises:
         InputError: It has some.
@@ -408,12 +408,12 @@ def refuse_unproven(source: str, counts: Counts) -> None:
     if (found := counts.kinds.get(UNPROVEN)) is not None:
         raise reject(
             "data-unproven",
-            "data.unproven",
+            "data.source",
             f"{source}, row {thousands(found.first)}",
-            f"which tokens the model is to write is not certain in {plural(found.rows, 'row')}; "
-            f"in this one: {found.detail}",
+            f"{found.detail}; what the model would write cannot be proven in "
+            f"{thousands(found.rows)} of the {plural(counts.rows, 'row')} read",
             "Use a tokenizer whose chat template writes these turns, or set "
-            "`data.unproven=context`, which trains the other answers.",
+            "`data.unproven=context` to train only the other answers.",
         )
 
 
@@ -422,8 +422,8 @@ def _no_trained_tokens(part: cache.SourcePart, limit: int) -> InputError:
     code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     if (unproven := counts.kinds.get(UNPROVEN)) is not None:
         remedy = (
-            "Use a tokenizer whose chat template writes these turns: which tokens the model is to "
-            f"write is not certain in row {thousands(unproven.first)} ({unproven.detail})."
+            "Use a tokenizer whose chat template writes these turns: no answer is proven (row "
+            f"{thousands(unproven.first)}: {unproven.detail})."
         )
     if counts.dropped_too_long:
         code, remedy = (

@@ -24,7 +24,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 UNTRAINED = ("weight", 0)
 """Key of an answer that is context."""
 UNREAD = "unread"
-"""Key of an answer with a call that is not understood; its value says why."""
+"""Key of an answer with a call that cannot be read; its value is the reason."""
 REPLACED = "replaced"
 """Key of the message of tools if a system turn that listed them was left out."""
 _FLAGS = ("train", "training", "loss", "weight", "loss_weight")
@@ -63,7 +63,7 @@ class WeightError(RowError):
 
 
 def unknown_kinds(conversation: Conversation, template: str) -> frozenset[str]:
-    """Return what a row has that is not understood, or that was replaced, as kinds:
+    """Return what a row has that is unknown or was replaced, as kinds:
     ``unknown-key:NAME`` for keys of turns and calls that the chat template does not name either,
     ``system-replaced`` for a system text that listed the tools.
     """

@@ -95,8 +95,8 @@ def constructed(
 
 
 _EXACT = "e_score_correction_bias"
-"""How names of tensors end that stay in fp32, also of models for which transformers does not say so
-or which it only constructs: biases of routers, which decide between nearly equal experts.
+"""Suffix of the names of tensors that stay in fp32, even if transformers does not ask for that or
+only constructs the model: biases of routers, which decide between nearly equal experts.
 """
 
 

@@ -117,6 +117,7 @@ def _data(spec: RunSpec) -> list[str]:
     Rows without a trained token are dropped later, so fewer rows may be left than are counted here.
     """
     from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.documents import Counts
     from so_tui_trainer.data.encoder import encoder_for
     from so_tui_trainer.data.sources import open_sources
     from so_tui_trainer.data.tokens import load_tokenizer, refuse_unproven
@@ -126,9 +127,10 @@ def _data(spec: RunSpec) -> list[str]:
     sources = open_sources(spec.data)
     held_out_rows(spec, sum(len(opened.rows) for opened in sources))
     for opened in sources:
-        for encoded in encoder.documents(opened, 0, _CHECKED_ROWS):
-            if spec.data.unproven == "refuse":
-                refuse_unproven(opened.source.source, encoded.counts)
+        rows = encoder.documents(opened, 0, _CHECKED_ROWS)
+        counts = sum((row.counts for row in rows), Counts(0, 0, 0))
+        if spec.data.unproven == "refuse":
+            refuse_unproven(opened.source.source, counts)
     return [*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings]
 
 
