@@ -368,7 +368,7 @@ def test_columns_beside_a_named_layout_are_not_used(tmp_path: Path) -> None:
     path = lines(tmp_path, [row])
     (opened,) = open_sources(spec_of(path, data__format="messages").data)
     assert len([*opened.conversations(0, 1)]) == 1
-    assert unused_columns(opened.rows.column_names, opened.layout) == (
+    assert unused_columns(opened.columns, opened.layout) == (
         "chosen",
         "rejected",
         "prompt",
@@ -414,7 +414,7 @@ def test_layouts_of_published_data_are_read(tmp_path: Path, name: str) -> None:
     (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
     (found,) = opened.conversations(0, 1)
     assert [(message.role, message.content) for message in found] == said
-    assert unused_columns(opened.rows.column_names, opened.layout) == unused
+    assert unused_columns(opened.columns, opened.layout) == unused
 
 
 def test_turns_of_another_trainer_have_parts_and_weights(tmp_path: Path) -> None:

@@ -442,11 +442,46 @@ def columns_of(rows: Dataset) -> list[str]:
     return [*dict.fromkeys(chain.from_iterable(map(json.loads, rows.unique(KEYS))))]
 
 
-def values_of(batch: Mapping[str, list[Any]], columns: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch, each with all columns."""
+def values_of(
+    batch: Mapping[str, list[Any]], columns: Iterable[str], features: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch, each with all columns.
+
+    Args:
+        batch: Rows as ``datasets`` has them.
+        columns: The columns that any row of the source has.
+        features: The types of the batch.
+    """
     if ROW in batch:
         empty = dict.fromkeys(columns)
         yield from (empty | decoded(text) for text in batch[ROW])
     else:
-        for values in zip(*batch.values(), strict=True):
+        cleared = (
+            [_without_nulls(value, features[name]) for value in values]
+            if _has_objects(features[name])
+            else values
+            for name, values in batch.items()
+        )
+        for values in zip(*cleared, strict=True):
             yield dict(zip(batch, values, strict=True))
+
+
+def _has_objects(feature: Any) -> bool:
+    return isinstance(feature, dict) or (
+        hasattr(feature, "feature") and _has_objects(feature.feature)
+    )
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """Leave out the keys of typed objects that are null: each object has the keys of all. What is
+    stored as JSON stays as it is.
+    """
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {
+            name: _without_nulls(inner, feature[name])
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list) and hasattr(feature, "feature"):
+        return [_without_nulls(inner, feature.feature) for inner in value]
+    return value

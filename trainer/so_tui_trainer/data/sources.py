@@ -666,7 +666,8 @@ class Opened(NamedTuple):
                 f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
-        for number, row in enumerate(values_of(batch, self.columns), first + 1):
+        rows = values_of(batch, self.columns, self.rows.features)
+        for number, row in enumerate(rows, first + 1):
             yield read_row(row, self.layout, source, number)
 
 
