@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ import pyarrow
 
 from so_tui.spec import InputError
 from so_tui.spec.errors import reject
+from so_tui.trust.files import open_descriptor
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import bad_row
 
@@ -352,6 +354,7 @@ def builder_of(
     is_table: bool,
     cache_dir: str,
     name_of: Callable[[str], str],
+    **names: Any,
 ) -> DatasetBuilder:
     """Return a builder that prepares the rows of these files of each split.
 
@@ -360,6 +363,7 @@ def builder_of(
         is_table: Whether they are CSV or TSV.
         cache_dir: Where prepared rows are stored.
         name_of: What errors call a file.
+        names: What ``datasets`` calls prepared rows, if not as those of local files.
     """
     import datasets
 
@@ -401,8 +405,7 @@ def builder_of(
 
     return Rows(
         cache_dir=cache_dir,
-        dataset_name="rows",
-        hash="1",
+        **{"dataset_name": "rows", "hash": "1", **names},
         data_files=datasets.data_files.DataFilesDict(
             {
                 split: datasets.data_files.DataFilesList([*files], [()] * len([*files]))
@@ -414,15 +417,20 @@ def builder_of(
 
 def _rows_of(path: Path, name: str, is_table: bool, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the keys and the text of each row of a file, or of the files in a ZIP archive."""
-    if not is_zipfile(path):
-        yield from _texts_of(partial(path.open, "rb"), name, is_table, kind)
-        return
-    with ZipFile(path) as archive:
-        for member in archive.infolist():
-            inside = Path(member.filename)
-            if is_data(inside) and not member.is_dir():
-                opened = partial(archive.open, member)
-                yield from _texts_of(opened, f"{name}/{inside}", is_table, ending(inside))
+    with _opened(path) as stored:
+        if is_zipfile(stored):
+            archive = ZipFile(stored)
+            for member in archive.infolist():
+                inside = Path(member.filename)
+                if is_data(inside) and not member.is_dir():
+                    opened = partial(archive.open, member)
+                    yield from _texts_of(opened, f"{name}/{inside}", is_table, ending(inside))
+            return
+    yield from _texts_of(partial(_opened, path), name, is_table, kind)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(open_descriptor(path), "rb")
 
 
 def _texts_of(opened: _Open, name: str, is_table: bool, kind: str) -> Iterator[tuple[str, str]]:

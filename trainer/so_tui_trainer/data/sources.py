@@ -382,7 +382,16 @@ def _own(builder: DatasetBuilder, cache_dir: str, name_of: Callable[[str], str])
     kind = type(builder.config).__name__
     if kind not in ("JsonConfig", "CsvConfig"):
         return builder
-    return builder_of(builder.config.data_files, kind == "CsvConfig", cache_dir, name_of)
+    names = {}
+    if builder.repo_id:  # offline, datasets looks for rows by these names, and takes the newest
+        names = {
+            "dataset_name": builder.dataset_name,
+            "repo_id": builder.repo_id,
+            "config_name": builder.config.name,
+            "config_id": builder.config_id,
+            "hash": f"{builder.hash}-rows",
+        }
+    return builder_of(builder.config.data_files, kind == "CsvConfig", cache_dir, name_of, **names)
 
 
 def _prepared(source: DataSource, builder: DatasetBuilder) -> Dataset:
