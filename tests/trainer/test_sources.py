@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import datasets
 import pyarrow
@@ -423,6 +423,25 @@ def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> Non
         for _ in range(40):
             file.write(bytes(1 << 20))
     assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (f"{GOOD}\n".encode() + bytes(40 << 20), "data-row-too-long"),
+        (f'{GOOD}\n{{"a": {"[" * 500}{"]" * 500}}}'.encode(), "data-row-too-deep"),
+    ],
+)
+def test_rows_in_an_archive_are_checked_like_others(
+    content: bytes, code: str, name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with ZipFile(folder / name, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("rows.jsonl", content)
+    problem = source_refusal(folder, tmp_path)
+    assert (problem.code, problem.value) == (code, f"{folder / name}/rows.jsonl, row 2")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
-from zipfile import ZipFile, is_zipfile
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
+from zipfile import ZipFile, ZipInfo, is_zipfile
 
 import fsspec
 import pyarrow
@@ -100,10 +100,18 @@ def is_data(path: Path) -> bool:
     return not hidden and (ending(path) in READERS or path.suffix.lower() == ".zip")
 
 
+def data_in(archive: ZipFile) -> Iterator[ZipInfo]:
+    """Yield the data files in a ZIP archive. Archives in it are left out."""
+    for member in archive.infolist():
+        path = Path(member.filename)
+        if is_data(path) and ending(path) in READERS and not member.is_dir():
+            yield member
+
+
 class _Zstandard(io.RawIOBase):
     """The content of a file that is compressed with Zstandard. pyarrow's stream is no file."""
 
-    def __init__(self, stored: BinaryIO) -> None:
+    def __init__(self, stored: IO[bytes]) -> None:
         self._stream, self._position = pyarrow.CompressedInputStream(stored, "zstd"), 0
 
     def readable(self) -> bool:
@@ -120,7 +128,7 @@ class _Zstandard(io.RawIOBase):
 
 
 @contextmanager
-def content_of(stored: BinaryIO) -> Iterator[BinaryIO]:
+def content_of(stored: IO[bytes]) -> Iterator[IO[bytes]]:
     """Open the content of a file, which may be compressed, whatever its name is."""
     head = stored.read(6)
     stored.seek(0)
@@ -199,7 +207,7 @@ def _json_rows(opened: _Open, name: str) -> Iterator[tuple[dict[str, Any], str]]
         yield from _rows_in(content, name)
 
 
-def _rows_in(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _rows_in(file: IO[bytes], name: str) -> Iterator[tuple[dict[str, Any], str]]:
     number = 0
     for number, line in enumerate(file, 1):
         first = line.removeprefix(_BOM) if number == 1 else line
@@ -420,11 +428,9 @@ def _rows_of(path: Path, name: str, is_table: bool, kind: str) -> Iterator[tuple
     with _opened(path) as stored:
         if is_zipfile(stored):
             archive = ZipFile(stored)
-            for member in archive.infolist():
-                inside = Path(member.filename)
-                if is_data(inside) and not member.is_dir():
-                    opened = partial(archive.open, member)
-                    yield from _texts_of(opened, f"{name}/{inside}", is_table, ending(inside))
+            for member in data_in(archive):
+                opened, inside = partial(archive.open, member), Path(member.filename)
+                yield from _texts_of(opened, f"{name}/{inside}", is_table, ending(inside))
             return
     yield from _texts_of(partial(_opened, path), name, is_table, kind)
 
