@@ -503,6 +503,15 @@ def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
         (tmp_path / "empty" / "dataset_info.json").write_text('{"description": "no rows"}')
 
 
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "rows.zip"
+    path.parent.mkdir()
+    with ZipFile(path, "w") as archive:
+        archive.writestr("rows.jsonl", GOOD)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert source_refusal(path.parent, tmp_path).code == "data-source-unreadable"
+
+
 def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(tiny().model.config))

@@ -774,6 +774,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         EOFError,
         ImportError,
         RecursionError,
+        BadZipFile,
         HTTPError,
         datasets.exceptions.DatasetsError,
     ) as error:
