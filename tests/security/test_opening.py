@@ -16,8 +16,8 @@ COPIES = ("copy", "copyfile", "copy2", "copytree", "copyfileobj", "move")
 """Functions of ``shutil``."""
 JUDGED = ("open_descriptor", "open_folder")
 """Functions that judge what they open."""
-OF_FOLDERS = ("folder.open", "opened.open", "self.folder.open")
-"""A ``Folder`` opens what is in it; a path of a folder opens nothing."""
+OF_FOLDERS = ("folder.open", "opened.open", "self.folder.open", "archive.open")
+"""A ``Folder`` or an archive opens what is in it; a path of a folder opens nothing."""
 KERNELS = ("/proc", "/sys", "proc/", "sys/")
 """How paths begin that the kernel alone writes."""
 
@@ -57,9 +57,7 @@ ALLOWED = {
     "trainer/so_tui_trainer/data/documents.py:Writer.append": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:Writer.publish": EMPTY,
     "trainer/so_tui_trainer/data/documents.py:Writer.take": EMPTY,
-    "trainer/so_tui_trainer/data/documents.py:read": LIBRARY,
-    "trainer/so_tui_trainer/data/sources.py:_json_columns": LIBRARY,
-    "trainer/so_tui_trainer/data/sources.py:_separator": LIBRARY,
+    "trainer/so_tui_trainer/data/documents.py:_mapped": LIBRARY,
     "trainer/so_tui_trainer/data/tokens.py:_tokenised": EMPTY,
     "trainer/so_tui_trainer/export.py:replacing": EMPTY,
     "trainer/so_tui_trainer/foreign.py:private_copy": EMPTY,
@@ -93,8 +91,9 @@ class B:
 def c(): tomllib.loads(path.read_text())
 def d(): os.open(path, os.O_RDONLY)
 def e(): shutil.copy(one, other)
+def f(): partial(path.open, "rb")
 """
-    assert list(_opening(ast.parse(module))) == ["a", "B.b", "c", "d", "e"]
+    assert list(_opening(ast.parse(module))) == ["a", "B.b", "c", "d", "e", "f"]
 
 
 def _places() -> Iterator[str]:
@@ -136,6 +135,8 @@ def _opens(call: ast.Call, package: set[str]) -> bool:
         package: Names of paths next to the module, which is installed.
     """
     function = call.func
+    if ast.unparse(function) == "partial":
+        function = call.args[0]
     if isinstance(function, ast.Attribute):
         of_shutil = isinstance(function.value, ast.Name) and function.value.id == "shutil"
         opens = function.attr in (COPIES if of_shutil else OPENERS)

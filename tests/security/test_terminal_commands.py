@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,10 +42,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileWorld]:
     answers: dict[bytes, list[Progress | DataPreview]] = {}
     preview_data = helper_jobs.preview_data
 
-    def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
-        asked = msgspec.json.encode((spec, rows))
+    def remembered(
+        spec: RunSpec, rows: int, *, numbers: Sequence[int]
+    ) -> Iterator[Progress | DataPreview]:
+        asked = msgspec.json.encode((spec, rows, numbers))
         if asked not in answers:
-            answers[asked] = list(preview_data(spec, rows))
+            answers[asked] = list(preview_data(spec, rows, numbers=numbers))
         yield from answers[asked]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -208,10 +208,10 @@ def test_stopped_while_it_loads_it_trains_and_saves_nothing(tmp_path: Path) -> N
 
 
 def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
-    """The weights of a token that occurs in one row only are NaN."""
+    """The weights of a token that occurs in one row only are so large that its gradient is NaN."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     token = load_tokenizer(tiny().model).encode("~", add_special_tokens=False)[-1]
-    causal.model.embed_tokens.weight.data[token] = float("nan")
+    causal.model.embed_tokens.weight.data[token] = 3e38
     causal.save_pretrained(tmp_path / "spoilt")
     rows = [
         {"instruction": f"Add {number} and {number}.", "input": "", "output": str(2 * number)}

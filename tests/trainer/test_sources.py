@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import datasets
 import pyarrow
@@ -425,6 +425,25 @@ def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> Non
     assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
 
 
+@pytest.mark.parametrize("name", ["rows.zip", "rows.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (f"{GOOD}\n".encode() + bytes(40 << 20), "data-row-too-long"),
+        (f'{GOOD}\n{{"a": {"[" * 500}{"]" * 500}}}'.encode(), "data-row-too-deep"),
+    ],
+)
+def test_rows_in_an_archive_are_checked_like_others(
+    content: bytes, code: str, name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with ZipFile(folder / name, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("rows.jsonl", content)
+    problem = source_refusal(folder, tmp_path)
+    assert (problem.code, problem.value) == (code, f"{folder / name}/rows.jsonl, row 2")
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [
@@ -482,6 +501,15 @@ def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
     for _ in range(2):
         assert source_refusal(tmp_path / "empty", tmp_path).code == "data-source-unreadable"
         (tmp_path / "empty" / "dataset_info.json").write_text('{"description": "no rows"}')
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "rows.zip"
+    path.parent.mkdir()
+    with ZipFile(path, "w") as archive:
+        archive.writestr("rows.jsonl", GOOD)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert source_refusal(path.parent, tmp_path).code == "data-source-unreadable"
 
 
 def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ that name them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from so_tui.spec.errors import reject
+from so_tui.trust.files import open_descriptor
 
 _BEGIN = b"version https://git-lfs.github.com/spec/"
 
@@ -38,5 +40,5 @@ def is_pointer(path: Path) -> bool:
     """Return whether a file is a pointer of Git LFS."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with os.fdopen(open_descriptor(path), "rb") as file:
         return file.read(len(_BEGIN)) == _BEGIN

@@ -15,20 +15,22 @@ import csv
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
-from zipfile import ZipFile, is_zipfile
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
+from zipfile import ZipFile, ZipInfo, is_zipfile
 
 import fsspec
 import pyarrow
 
 from so_tui.spec import InputError
 from so_tui.spec.errors import reject
+from so_tui.trust.files import open_descriptor
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import bad_row
 
@@ -98,10 +100,18 @@ def is_data(path: Path) -> bool:
     return not hidden and (ending(path) in READERS or path.suffix.lower() == ".zip")
 
 
+def data_in(archive: ZipFile) -> Iterator[ZipInfo]:
+    """Yield the data files in a ZIP archive. Archives in it are left out."""
+    for member in archive.infolist():
+        path = Path(member.filename)
+        if is_data(path) and ending(path) in READERS and not member.is_dir():
+            yield member
+
+
 class _Zstandard(io.RawIOBase):
     """The content of a file that is compressed with Zstandard. pyarrow's stream is no file."""
 
-    def __init__(self, stored: BinaryIO) -> None:
+    def __init__(self, stored: IO[bytes]) -> None:
         self._stream, self._position = pyarrow.CompressedInputStream(stored, "zstd"), 0
 
     def readable(self) -> bool:
@@ -118,7 +128,7 @@ class _Zstandard(io.RawIOBase):
 
 
 @contextmanager
-def content_of(stored: BinaryIO) -> Iterator[BinaryIO]:
+def content_of(stored: IO[bytes]) -> Iterator[IO[bytes]]:
     """Open the content of a file, which may be compressed, whatever its name is."""
     head = stored.read(6)
     stored.seek(0)
@@ -197,7 +207,7 @@ def _json_rows(opened: _Open, name: str) -> Iterator[tuple[dict[str, Any], str]]
         yield from _rows_in(content, name)
 
 
-def _rows_in(file: BinaryIO, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _rows_in(file: IO[bytes], name: str) -> Iterator[tuple[dict[str, Any], str]]:
     number = 0
     for number, line in enumerate(file, 1):
         first = line.removeprefix(_BOM) if number == 1 else line
@@ -352,6 +362,7 @@ def builder_of(
     is_table: bool,
     cache_dir: str,
     name_of: Callable[[str], str],
+    **names: Any,
 ) -> DatasetBuilder:
     """Return a builder that prepares the rows of these files of each split.
 
@@ -360,6 +371,7 @@ def builder_of(
         is_table: Whether they are CSV or TSV.
         cache_dir: Where prepared rows are stored.
         name_of: What errors call a file.
+        names: What ``datasets`` calls prepared rows, if not as those of local files.
     """
     import datasets
 
@@ -401,8 +413,7 @@ def builder_of(
 
     return Rows(
         cache_dir=cache_dir,
-        dataset_name="rows",
-        hash="1",
+        **{"dataset_name": "rows", "hash": "1", **names},
         data_files=datasets.data_files.DataFilesDict(
             {
                 split: datasets.data_files.DataFilesList([*files], [()] * len([*files]))
@@ -414,15 +425,18 @@ def builder_of(
 
 def _rows_of(path: Path, name: str, is_table: bool, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the keys and the text of each row of a file, or of the files in a ZIP archive."""
-    if not is_zipfile(path):
-        yield from _texts_of(partial(path.open, "rb"), name, is_table, kind)
-        return
-    with ZipFile(path) as archive:
-        for member in archive.infolist():
-            inside = Path(member.filename)
-            if is_data(inside) and not member.is_dir():
-                opened = partial(archive.open, member)
+    with _opened(path) as stored:
+        if is_zipfile(stored):
+            archive = ZipFile(stored)
+            for member in data_in(archive):
+                opened, inside = partial(archive.open, member), Path(member.filename)
                 yield from _texts_of(opened, f"{name}/{inside}", is_table, ending(inside))
+            return
+    yield from _texts_of(partial(_opened, path), name, is_table, kind)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(open_descriptor(path), "rb")
 
 
 def _texts_of(opened: _Open, name: str, is_table: bool, kind: str) -> Iterator[tuple[str, str]]:
@@ -442,11 +456,46 @@ def columns_of(rows: Dataset) -> list[str]:
     return [*dict.fromkeys(chain.from_iterable(map(json.loads, rows.unique(KEYS))))]
 
 
-def values_of(batch: Mapping[str, list[Any]], columns: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch, each with all columns."""
+def values_of(
+    batch: Mapping[str, list[Any]], columns: Iterable[str], features: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch, each with all columns.
+
+    Args:
+        batch: Rows as ``datasets`` has them.
+        columns: The columns that any row of the source has.
+        features: The types of the batch.
+    """
     if ROW in batch:
         empty = dict.fromkeys(columns)
         yield from (empty | decoded(text) for text in batch[ROW])
     else:
-        for values in zip(*batch.values(), strict=True):
+        cleared = (
+            [_without_nulls(value, features[name]) for value in values]
+            if _has_objects(features[name])
+            else values
+            for name, values in batch.items()
+        )
+        for values in zip(*cleared, strict=True):
             yield dict(zip(batch, values, strict=True))
+
+
+def _has_objects(feature: Any) -> bool:
+    return isinstance(feature, dict) or (
+        hasattr(feature, "feature") and _has_objects(feature.feature)
+    )
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """Leave out the keys of typed objects that are null: each object has the keys of all. What is
+    stored as JSON stays as it is.
+    """
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {
+            name: _without_nulls(inner, feature[name])
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list) and hasattr(feature, "feature"):
+        return [_without_nulls(inner, feature.feature) for inner in value]
+    return value

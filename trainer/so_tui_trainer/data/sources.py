@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from so_tui_trainer.data.files import (
     builder_of,
     columns_of,
     content_of,
+    data_in,
     ending,
     is_data,
     refuse_columns,
@@ -117,20 +119,45 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> bool:
     try:
         if kind == "parquet":
             _check_parquet(path, name)
-        elif kind is not None:
-            with (
-                os.fdopen(open_descriptor(path), "rb") as stored,
-                content_of(stored) as file,
-            ):
-                has_rows = _check_rows(file, name, is_table=kind == "csv")
-                if file is not stored:
-                    while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
-                        pass
-                    _refuse_expansion(file.tell(), stored.tell(), name)
-                return has_rows
-    except (EOFError, ValueError, zlib.error, lzma.LZMAError):  # cut short or damaged: the reader
-        return True  # says which
+        else:
+            with os.fdopen(open_descriptor(path), "rb") as stored:
+                if is_zipfile(stored):
+                    return _check_archive(ZipFile(stored), path, name)
+                stored.seek(0)
+                return kind is None or _check_content(stored, kind, name)
+    except (
+        EOFError,
+        ValueError,
+        RuntimeError,  # encrypted
+        BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+    ):  # cut short or damaged: the reader says which
+        return True
     return True
+
+
+def _check_archive(archive: ZipFile, path: Path, name: str) -> bool:
+    members = [*data_in(archive)]
+    _refuse_expansion(sum(each.file_size for each in members), path.stat().st_size, name)
+    checked = []
+    for member in members:
+        with archive.open(member) as stored:
+            kind = READERS[ending(Path(member.filename))]
+            checked.append(
+                kind == "parquet" or _check_content(stored, kind, f"{name}/{member.filename}")
+            )
+    return any(checked)
+
+
+def _check_content(stored: IO[bytes], kind: str, name: str) -> bool:
+    with content_of(stored) as file:
+        has_rows = _check_rows(file, name, is_table=kind == "csv")
+        if file is not stored:
+            while file.tell() < _CHECKED_BYTES and file.read(_CHUNK_BYTES):
+                pass
+            _refuse_expansion(file.tell(), stored.tell(), name)
+        return has_rows
 
 
 def _refuse_expansion(content_bytes: int, stored_bytes: int, name: str) -> None:
@@ -154,7 +181,7 @@ def _check_parquet(path: Path, name: str) -> None:
     _refuse_expansion(content, path.stat().st_size, name)
 
 
-def _check_rows(file: BinaryIO, name: str, *, is_table: bool) -> bool:
+def _check_rows(file: IO[bytes], name: str, *, is_table: bool) -> bool:
     """Check the lines of a file of rows, or a file that is one JSON list as a whole.
 
     Args:
@@ -382,7 +409,16 @@ def _own(builder: DatasetBuilder, cache_dir: str, name_of: Callable[[str], str])
     kind = type(builder.config).__name__
     if kind not in ("JsonConfig", "CsvConfig"):
         return builder
-    return builder_of(builder.config.data_files, kind == "CsvConfig", cache_dir, name_of)
+    names = {}
+    if builder.repo_id:  # offline, datasets looks for rows by these names, and takes the newest
+        names = {
+            "dataset_name": builder.dataset_name,
+            "repo_id": builder.repo_id,
+            "config_name": builder.config.name,
+            "config_id": builder.config_id,
+            "hash": f"{builder.hash}-rows",
+        }
+    return builder_of(builder.config.data_files, kind == "CsvConfig", cache_dir, name_of, **names)
 
 
 def _prepared(source: DataSource, builder: DatasetBuilder) -> Dataset:
@@ -666,7 +702,8 @@ class Opened(NamedTuple):
                 f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
-        for number, row in enumerate(values_of(batch, self.columns), first + 1):
+        rows = values_of(batch, self.columns, self.rows.features)
+        for number, row in enumerate(rows, first + 1):
             yield read_row(row, self.layout, source, number)
 
 
@@ -737,6 +774,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         EOFError,
         ImportError,
         RecursionError,
+        BadZipFile,
         HTTPError,
         datasets.exceptions.DatasetsError,
     ) as error:
