@@ -80,6 +80,9 @@ _SENTENCES = {
     "templated": (
         "the prompt of {rows} has the chat template already; these rows are trained as they are"
     ),
+    "flag-ignored": (
+        "turns that are not the assistant's are flagged as trained in {rows}; they are context"
+    ),
     "system-replaced": (
         "the system text of {rows} lists the tools; the template's own list takes its place"
     ),
@@ -91,6 +94,7 @@ _OUTCOMES: dict[str, Outcome] = {
     "reasoning-composed": "trained",
     "turns-split": "trained",
     "turns-context": "context",
+    "flag-ignored": "context",
     "templated": "trained",
 }
 """By kind; all other kinds are left out."""

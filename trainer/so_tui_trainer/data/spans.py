@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import Chat
+from so_tui_trainer.data.chat import THOUGHT, Chat
 from so_tui_trainer.data.templated import Piece, pieces_of
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
@@ -78,7 +78,6 @@ class _UnprovenError(Exception):
 
 # What a turn consists of.
 
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _ASKED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
 """At the end of a prompt: a thought that it opens, or an empty one with which it asks for none."""
 _EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
@@ -86,16 +85,20 @@ _EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
 
 def reasoning_of(message: Message) -> str:
     """Return what an answer thinks, from a key of its own or from the start of its content."""
-    for name, value in message.extra:
-        if name in REASONING_KEYS and isinstance(value, str) and value.strip():
-            return value
-    thought = _THOUGHT.match(message.content)
-    return thought[1] if thought else ""
+    return next(iter(_thoughts(message).values()), "")
+
+
+def _thoughts(message: Message) -> dict[str, str]:
+    """Return different thoughts of an answer, each as it is written, by what it says."""
+    thought = THOUGHT.match(message.content)
+    given = [value for name, value in message.extra if name in REASONING_KEYS]
+    given += [thought[1]] if thought else []
+    return {value.strip(): value for value in given if value.strip()}
 
 
 def text_of(message: Message) -> str:
     """Return what a turn says, without a thought at the start of its content."""
-    thought = _THOUGHT.match(message.content) if message.role == "assistant" else None
+    thought = THOUGHT.match(message.content) if message.role == "assistant" else None
     return message.content[thought.end() :] if thought else message.content
 
 
@@ -184,8 +187,11 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
             if said and not _has(prompt, said):
                 found.add("system-dropped")
             continue
-        place = next((place for form in _forms(said) if (place := prompt.find(form, at)) >= 0), -1)
-        if said and place < 0:
+        end = next(
+            (place + len(form) for form in _forms(said) if (place := prompt.find(form, at)) >= 0),
+            -1,
+        )
+        if said and end < 0:
             if message.role == "tool":
                 found.add("results-dropped")
             elif message.role == "assistant" and calls_of(message):
@@ -195,7 +201,7 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                     f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
                 )
         if not calls_of(message):
-            at = max(at, place)  # what is said beside a call may stand behind its result
+            at = max(at, end)  # what is said beside a call may stand behind its result
         elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
@@ -234,6 +240,8 @@ class _Row:
         turn = self.turns[index]
         if reason := dict(turn.extra).get(UNREAD):
             raise _UnprovenError(str(reason))
+        if len(_thoughts(turn)) > 1:
+            raise _UnprovenError("it has reasoning in two places")
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
         prompt = self._prompt(index, thinks=thinks)
@@ -262,9 +270,14 @@ class _Row:
         # Templates render no empty conversation: only the generation prompt stands before it.
         short = [Message("user", "?")]
         asked, said = (self.chat.render(short, ask=ask, thinks=thinks) for ask in (True, False))
-        asking = asked.removeprefix(said)
-        before, found, _ = self.render(index + 1, ask=False, thinks=thinks).partition(asking)
-        return before + found if asking and found else ""
+        asking = asked[len(commonprefix([asked, said])) :]  # noqa: RUF071 - no paths
+        whole = self.render(index + 1, ask=False, thinks=thinks)
+        if opened := _ASKED_THOUGHT.search(asking):
+            asking = asking[: opened.start()]
+        before, found, _ = whole.partition(asking or whole)
+        if before + found == whole:
+            raise _UnprovenError("nothing asks the model for it")
+        return before + found + (opened[0] if opened else "")
 
     def _tail(self, index: int, prompt: str, *, thinks: bool) -> tuple[str, int]:
         """Return what the template writes behind the context of a turn that is the last, up to and
