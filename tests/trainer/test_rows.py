@@ -606,6 +606,13 @@ TEMPLATED: dict[str, tuple[dict[str, Any], list[tuple[str, bool]]]] = {
     ),
     "a text": ({"text": f"{HI}Yo.<|im_end|>\n"}, [(f"{HI}Yo.<|im_end|>\n", True)]),
     "a plain text": ({"text": "Yo."}, [("Yo.<|eos|>", True)]),
+    "an answer about the template": (
+        {"prompt": "Show one.", "completion": f"{HI}Yo."},
+        [
+            ("<|im_start|>user\nShow one.<|im_end|>\n<|im_start|>assistant\n", False),
+            (f"{HI}Yo.<|im_end|>", True),
+        ],
+    ),
     "a question about a token": (
         {"prompt": "What is <|im_end|>?", "completion": "An end."},
         [
