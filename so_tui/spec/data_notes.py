@@ -81,7 +81,7 @@ _SENTENCES = {
         "the prompt of {rows} has the chat template already; these rows are trained as they are"
     ),
     "flag-ignored": (
-        "turns that are not the assistant's are flagged as trained in {rows}; they are context"
+        "questions or results are flagged as trained in {rows}; only answers are trained"
     ),
     "system-replaced": (
         "the system text of {rows} lists the tools; the template's own list takes its place"

@@ -282,6 +282,13 @@ def test_what_can_be_proven_beside_it_is_trained() -> None:
     assert "message 3" in written.unproven
 
 
+def test_a_system_text_that_the_question_has_too_is_still_missed() -> None:
+    talk = (SYSTEM, ask("Be brief. Be kind."), say("Hello."))
+    silent = PLAIN.replace("in messages", "in messages[1:]")
+    assert write(silent, talk).kinds == {"system-dropped"}
+    assert write(PLAIN, talk).kinds == set()
+
+
 def test_text_that_a_call_has_too_is_still_missed() -> None:
     talk = (ask("Where?"), say("Rome", tool_calls=[call(city="Rome")]), *RAIN[3:])
     assert write(TWO_ENDS, talk).kinds == {"text-dropped"}

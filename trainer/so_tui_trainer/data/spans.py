@@ -184,7 +184,8 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                 found.add("tools-dropped")
             continue
         if message.role in ("system", "developer"):
-            if said and not _has(prompt, said):
+            others = [text_of(other) for other in before if other is not message]
+            if said and not _has_beside(prompt, said, others):
                 found.add("system-dropped")
             continue
         end = next(

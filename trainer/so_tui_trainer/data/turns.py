@@ -28,7 +28,7 @@ UNREAD = "unread"
 REPLACED = "replaced"
 """Key of the message of tools if a system turn that listed them was left out."""
 FLAGGED = "flagged"
-"""Key of a turn of another role than the assistant's that the data say is trained."""
+"""Key of a question or a result that the data flag as trained."""
 _FLAGS = ("train", "training", "loss", "weight", "loss_weight")
 """Keys with which trainers leave a turn out of the loss."""
 _KNOWN_KEYS = frozenset(
@@ -67,8 +67,8 @@ class WeightError(RowError):
 def unknown_kinds(conversation: Conversation, template: str) -> frozenset[str]:
     """Return what a row has that is not understood, or that was replaced, as kinds:
     ``unknown-key:NAME`` for keys of turns and calls that the chat template does not name either,
-    ``system-replaced`` for a system text that listed the tools, ``flag-ignored`` for a turn that no
-    assistant writes and that the data want trained.
+    ``system-replaced`` for a system text that listed the tools, ``flag-ignored`` for a question or
+    a result that is flagged as trained.
     """
     found = set()
     for message in conversation:
