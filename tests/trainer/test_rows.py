@@ -484,6 +484,14 @@ def test_nothing_of_a_row_is_lost_without_a_word(tmp_path: Path, case: str) -> N
     assert problem.message.startswith(f"column {column}") or f".{column}:" in problem.message
 
 
+def test_reasoning_that_is_empty_is_none(tmp_path: Path) -> None:
+    said = turns("2+2?", "4.")
+    said[1] |= {"reasoning": [], "thinking": False}
+    assert conversations(tmp_path, {"messages": said}) == [
+        (Message("user", "2+2?"), Message("assistant", "4."))
+    ]
+
+
 def test_a_history_may_be_written_as_json(tmp_path: Path) -> None:
     (found,) = conversations(tmp_path, ROWS["alpaca"] | {"history": '[["Hi", "Yo."]]'})
     assert [message.content for message in found[:2]] == ["Hi", "Yo."]

@@ -144,6 +144,24 @@ CASES: dict[str, tuple[str, Conversation, list[str], set[str]]] = {
         ],
         set(),
     ),
+    "a thought in the content whose opening mark is missing": (
+        PLAIN,
+        (ask("2+2"), say("two twos</think>4.")),
+        ["<|user|>2+2<|end|><|bot|>«<think>two twos</think>4.<|end|>»"],
+        set(),
+    ),
+    "a thought in the content without the line that the prompt has": (
+        OPENED,
+        (ask("2+2"), say("<think>two twos</think>4.")),
+        ["<|user|>2+2<|end|><|bot|><think>\n«two twos</think>4.<|end|>»"],
+        set(),
+    ),
+    "an empty thought where the prompt asks for none": (
+        SWITCH,
+        (ask("2+2"), say("<think>\n\n</think>\n\n4.")),
+        ["<|user|>2+2<|end|><|bot|><think></think>«4.<|end|>»"],
+        set(),
+    ),
     "reasoning under two keys that say the same": (
         PLAIN,
         (ask("2+2"), say("4.", reasoning="two twos", reasoning_content="two twos")),
@@ -243,6 +261,7 @@ BROKEN = {
         PLAIN,
         (ask("2+2"), say("<think>two twos</think>4.", reasoning_content="one and three")),
     ),
+    "a thought that does not end": (PLAIN, (ask("2+2"), say("<think>two twos"))),
     "one of two equal questions": (
         PLAIN.replace("in messages", "in messages[:1] + messages[2:]"),
         (ask("Hi"), ask("Hi"), say("Hello.")),

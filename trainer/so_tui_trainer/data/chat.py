@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 _THINKING = ("enable_thinking", "thinking")
 """Switches of templates with which the model is asked to think, or not to."""
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-"""What an answer thinks, at the start of its text."""
+_THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>", re.DOTALL)
+
+
+def thought_of(content: str) -> re.Match[str] | None:
+    """Find what an answer thinks, at the start of its text. The mark that opens it may be missing:
+    prompts of some models have it, and what they write has not.
+    """
+    return _THOUGHT.match(content) if "</think>" in content else None
+
+
 
 
 class TemplateError(Exception):
@@ -57,8 +65,8 @@ class Chat:
     reasoning_key: str = ""
     """The key from which the template takes reasoning."""
     moves_thoughts: bool = False
-    """Whether the template gets a thought at the start of a text in that key: it would take it for
-    text.
+    """Whether the template gets a thought in ``<think>`` at the start of a text in that key: it
+    would take it for text.
     """
     text_arguments: bool = False
     """Whether the template takes the arguments of a call as JSON, and not as an object."""
@@ -117,7 +125,8 @@ class Chat:
             for name in REASONING_KEYS:
                 if name in found and name != self.reasoning_key:
                     found.setdefault(self.reasoning_key, found.pop(name))
-            if self.moves_thoughts and (thought := THOUGHT.match(content)):
+            thought = thought_of(content) if message.role == "assistant" else None
+            if thought and (self.moves_thoughts or "<think>" not in thought[0]):
                 content = content[thought.end() :].lstrip("\n")
                 if said := thought[1].strip("\n"):
                     found.setdefault(self.reasoning_key, said)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import THOUGHT, Chat
+from so_tui_trainer.data.chat import Chat, thought_of
 from so_tui_trainer.data.templated import Piece, pieces_of
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
@@ -80,6 +80,8 @@ class _UnprovenError(Exception):
 
 _ASKED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
 """At the end of a prompt: a thought that it opens, or an empty one with which it asks for none."""
+_THOUGHT_FIRST = re.compile(r"\A\s*<think>\n?")
+_EMPTY_THOUGHT_FIRST = re.compile(r"\A\s*<think>\s*</think>\s*")
 _EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
 
 
@@ -90,7 +92,7 @@ def reasoning_of(message: Message) -> str:
 
 def _thoughts(message: Message) -> dict[str, str]:
     """Return different thoughts of an answer, each as it is written, by what it says."""
-    thought = THOUGHT.match(message.content)
+    thought = thought_of(message.content)
     given = [value for name, value in message.extra if name in REASONING_KEYS]
     given += [thought[1]] if thought else []
     return {value.strip(): value for value in given if value.strip()}
@@ -98,7 +100,7 @@ def _thoughts(message: Message) -> dict[str, str]:
 
 def text_of(message: Message) -> str:
     """Return what a turn says, without a thought at the start of its content."""
-    thought = THOUGHT.match(message.content) if message.role == "assistant" else None
+    thought = thought_of(message.content) if message.role == "assistant" else None
     return message.content[thought.end() :] if thought else message.content
 
 
@@ -219,7 +221,7 @@ class _Row:
         self._of_text = all(
             turn.role in ("system", "user", "assistant")
             and not turn.extra
-            and "<think>" not in turn.content
+            and "think>" not in turn.content
             for turn in conversation
         )
         self._rendered: dict[tuple[int, bool, bool], str] = {}
@@ -250,6 +252,10 @@ class _Row:
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
         text = text_of(turn).strip()
+        if text.startswith("<think>") and (
+            self.chat.reasoning_key or _ASKED_THOUGHT.search(prompt)
+        ):
+            raise _UnprovenError("its thought does not end, or a second one follows")
         called = [part for call in calls_of(turn) for part in _call_parts(call)]
         if reasoning and not _has_beside(said, reasoning, [text, *called]):
             composed = _with_reasoning(prompt, said, reasoning)
@@ -298,8 +304,10 @@ class _Row:
             found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
         if found is None:
             raise _UnprovenError("the template writes it in another form than it asks with")
-        tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
+        if opened and not whole.startswith(prompt):  # the prompt has it already
+            found = (_EMPTY_THOUGHT_FIRST if opened[1] else _THOUGHT_FIRST).sub("", found)
+        tail, stop = self._closed(index, found)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
             text = tail.lstrip("\n")

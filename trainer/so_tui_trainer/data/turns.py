@@ -192,7 +192,8 @@ class _Parts:
             if 0 < before < len(self.calls):
                 self.unread = "the turn has calls in two places"
         elif name in REASONING_KEYS and not isinstance(value, str):
-            raise RowError(column, f"is {short_repr(value)}, not text")
+            if value:
+                raise RowError(column, f"is {short_repr(value)}, not text")
         else:
             self.extra[name] = value
             self.flags |= _inner_flags(value, column)
