@@ -31,8 +31,6 @@ def thought_of(content: str) -> re.Match[str] | None:
     return _THOUGHT.match(content) if "</think>" in content else None
 
 
-
-
 class TemplateError(Exception):
     """A chat template cannot render a conversation."""
 

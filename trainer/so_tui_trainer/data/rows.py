@@ -83,13 +83,23 @@ def _history(row: Row) -> Iterator[Message]:
     """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a
     prompt and its answer.
     """
-    for index, pair in enumerate(as_list(row.get("history"), "history")):
+    given = row.get("history")
+    for index, pair in enumerate(as_list(given, "history") if _has_items(given) else ()):
         match pair:
             case [str(prompt), str(answer)]:
                 yield Message("user", prompt)
                 yield Message("assistant", answer)
             case _:
                 raise RowError(f"history[{index}]", f"is {short_repr(pair)}, not a pair of texts")
+
+
+def _has_items(value: object) -> bool:
+    """Return whether a value is a list or an object, or looks like one as JSON. In Alpaca rows,
+    columns with other texts or numbers mean something else.
+    """
+    return isinstance(value, list | dict) or (
+        isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+    )
 
 
 def _prompt_completion(row: Row) -> Conversation:
@@ -153,7 +163,8 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
     said = layout.read(row)
     if not said or said[0].role == TEXT:
         return said
-    system = text_of(row, "system")
+    system = row.get("system")
+    system = "" if isinstance(system, int | float) else text_of(row, "system")
     if system.strip():
         if layout.name == "glaive":
             system = system.strip().removeprefix("SYSTEM:").strip()
@@ -161,7 +172,11 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
             said = (Message("system", system), *said)
         elif said[0].content.strip() != system.strip():
             raise RowError("system", "differs from the system turn of the conversation")
-    described = {name: row.get(name) for name in _TOOL_COLUMNS if name in layout.reads}
+    described = {
+        name: row.get(name)
+        for name in _TOOL_COLUMNS
+        if name in layout.reads and (layout.name != "alpaca" or _has_items(row.get(name)))
+    }
     if said[0].role in ("system", "developer"):
         described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
         extra = tuple(pair for pair in said[0].extra if pair[0] not in _TOOL_COLUMNS)
