@@ -100,10 +100,10 @@ def test_the_command_answers_programs(capsys: pytest.CaptureFixture[str]) -> Non
 
 # A template that leaves out earlier reasoning, and some of what users say.
 _LAST_THOUGHT = (
-    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content and loop.last %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content and loop.last %}"
     "<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{% if 'secret' not in m.content %}{{ m.content }}{% endif %}<|eos|>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 

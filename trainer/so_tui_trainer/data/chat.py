@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, first_line
@@ -68,6 +69,8 @@ class Chat:
     """
     text_arguments: bool = False
     """Whether the template takes the arguments of a call as JSON, and not as an object."""
+    short_ids: bool = False
+    """Whether the template takes only ids of calls with nine letters and digits."""
     turn_marks: tuple[str, ...] = ()
     """What the template writes between a question and its answer: special tokens, or text."""
     warnings: tuple[str, ...] = ()
@@ -241,15 +244,21 @@ def _takes_thoughts_for_text(chat: Chat, asked: Message) -> bool:
     return inside > apart
 
 
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
 def _with_calls(chat: Chat, asked: Message) -> Chat:
-    """Return how calls of tools are written: from objects or text, and what ends them."""
-    call = {
-        "type": "function",
-        "id": "a00000000",
-        "function": {"name": "so_tui", "arguments": {"so": "tui"}},
-    }
-    calling = Message("assistant", "", (("tool_calls", [call]),))
-    result = Message("tool", "\ue002", (("tool_call_id", "a00000000"), ("name", "so_tui")))
+    """Return how calls of tools are written: from objects or text, with which ids, and what ends
+    them.
+    """
+
+    def called(number: str) -> tuple[Message, Message]:
+        function = {"name": "so_tui", "arguments": {"so": "tui"}}
+        calls = [{"type": "function", "id": number, "function": function}]
+        named = (("tool_call_id", number), ("name", "so_tui"))
+        return Message("assistant", "", (("tool_calls", calls),)), Message("tool", "\ue002", named)
+
+    calling, result = called("a00000000")
     for text_arguments in (False, True):
         tried = replace(chat, text_arguments=text_arguments)
         try:
@@ -261,9 +270,42 @@ def _with_calls(chat: Chat, asked: Message) -> Chat:
         try:
             follows = tried.render([asked, calling, result]).removeprefix(whole).lstrip()
         except TemplateError:
-            follows = ""
-        return replace(tried, called=tried.stops_at(follows, 0) or chat.stop)
+            return replace(tried, called=chat.stop)
+        stop = tried.stops_at(follows, 0)
+        if chat.open and (first := chat.specials.match(stop)):
+            stop = first[0]  # the next role's token alone
+        try:
+            tried.render([asked, *called("call_0")])
+        except TemplateError:
+            tried = replace(tried, short_ids=True)
+        return replace(tried, called=stop or chat.stop)
     return replace(chat, called=chat.stop)
+
+
+def with_short_ids(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation in which each call has an id of nine letters and digits, and its result
+    names it.
+    """
+    waiting: list[tuple[Any, str]] = []
+    found: list[Message] = []
+    for message in messages:
+        extra = dict(message.extra)
+        calls = []
+        for number, call in enumerate(extra.get("tool_calls") or ()):
+            given = str(call.get("id"))
+            text = f"{len(found)} {number} {call!r}"
+            short = given if _SHORT_ID.fullmatch(given) else sha256(text.encode()).hexdigest()[:9]
+            waiting.append((call.get("id"), short))
+            calls.append({**call, "id": short})
+        if calls:
+            extra["tool_calls"] = calls
+        if message.role == "tool" and waiting:
+            named = [number for number, _ in waiting]
+            answered = extra.get("tool_call_id")
+            at = named.index(answered) if answered in named else 0
+            extra["tool_call_id"] = waiting.pop(at)[1]
+        found.append(message._replace(extra=tuple(extra.items())))
+    return tuple(found)
 
 
 def _with_text_arguments(call: Any) -> Any:

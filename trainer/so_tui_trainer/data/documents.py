@@ -230,7 +230,7 @@ def _mixture(members: Sequence[Int64s], weights: Sequence[float], seed: int) -> 
 # start together may do the same work twice, but never damage an entry.
 
 
-_VERSION = 11
+_VERSION = 12
 _ARRAYS: dict[str, Any] = {
     "tokens": np.int32,
     "trained": np.bool_,

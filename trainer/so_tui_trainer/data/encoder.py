@@ -6,9 +6,10 @@ sequence is truncated; plain text is cut into several documents instead.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_ROWS = 1000
+_WINDOW = 40
+"""Characters on either side of a border between segments that may merge into one token."""
+_FIRST_WORD = re.compile(r"\s*\S*")
 Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids, and for each whether it is trained; both [tokens]."""
 
@@ -128,6 +132,11 @@ class Encoder:
                         number,
                         f"the chat template rejects it: {error}",
                     ) from error
+            if self.chat.templated and _encodes_segments_apart(self.chat.tokenizer):
+                for index in self._merged(rows_written):
+                    rows_written[index] = documents_of(
+                        self.chat, batch[index], self.loss, split=self.split, apart=True
+                    )
             parts = [pieces for written in rows_written for pieces in written.documents]
             with limited(rows, sum(len(part.text) for pieces in parts for part in pieces)):
                 encoded = iter(self.encode(parts))
@@ -141,6 +150,46 @@ class Encoder:
                 unknown = unknown_kinds(conversation, template)
                 written = written._replace(kinds=written.kinds | unknown)
                 yield _joined(number, fitted, written)
+
+    def _merged(self, rows: Sequence[Written]) -> list[int]:
+        """Return which rows have an earlier answer that is other tokens in the context of a later
+        one than where it is trained: its first characters become one token with the end of its
+        prompt, or a token takes the spaces beside it.
+        """
+        tokens = self.chat.tokenizer.added_tokens_decoder.values()
+        strips = any(token.lstrip or token.rstrip for token in tokens)
+        places: dict[tuple[str, str], set[int]] = {}
+        for index, written in enumerate(rows):
+            for parts in written.documents:
+                last = max((at for at, part in enumerate(parts) if part.trained), default=0)
+                for before, after in pairwise(parts[:last]):
+                    if window := self._window(before.text, after.text, strips=strips):
+                        places.setdefault(window, set()).add(index)
+        if not places:
+            return []
+        texts = sorted({text for one in places for text in (*one, "".join(one))})
+        encoded = self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = dict(zip(texts, encoded, strict=True))
+        merged = (
+            rows
+            for (before, after), rows in places.items()
+            if ids[before] + ids[after] != ids[before + after]
+        )
+        return sorted(set().union(*merged))
+
+    def _window(self, before: str, after: str, *, strips: bool) -> tuple[str, str] | None:
+        """Return what stands beside a border, between the special tokens around it; nothing if one
+        of them is the border.
+        """
+        if not before or not after:
+            return None
+        before, word = before[-_WINDOW:], _FIRST_WORD.findall(after[:_WINDOW])[0]
+        specials = [match.span() for match in self.chat.specials.finditer(before)]
+        start, end = specials[-1] if specials else (0, 0)
+        following = self.chat.specials.search(word)
+        if not strips and (end == len(before) or (following and not following.start())):
+            return None
+        return before[start:], word[: following.end()] if following else word
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
         """Cut a document to sequences, and drop what follows the last trained token, since no

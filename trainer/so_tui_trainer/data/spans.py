@@ -9,6 +9,7 @@ document of its own, or is context. What the data have and the template leaves o
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import Chat, thought_of
+from so_tui_trainer.data.chat import Chat, TemplateError, thought_of, with_short_ids
 from so_tui_trainer.data.templated import Piece, pieces_of
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
@@ -157,21 +158,63 @@ def _has(text: str, value: Any) -> bool:
     return any(form in text for form in _forms(value))
 
 
-def _has_beside(text: str, value: str, others: Sequence[Any]) -> bool:
-    """Return whether a text has a value once more than other parts of it have."""
-    elsewhere = sum(str(other).count(value) for other in others)
-    if not elsewhere:
-        return _has(text, value)
-    return sum(text.count(form) for form in set(_forms(value))) > elsewhere
-
-
 def _has_calls(text: str, message: Message) -> bool:
-    """Return whether all calls of a turn are in a text, equal ones as often as they are made."""
-    calls = calls_of(message)
-    names = [next(iter(_call_parts(call)), "") for call in calls]
-    return all(text.count(str(name)) >= names.count(name) for name in names) and all(
-        _has(text, part) for call in calls for part in _call_parts(call)
-    )
+    return all(_has(text, part) for call in calls_of(message) for part in _call_parts(call))
+
+
+def _is_ambiguous(chat: Chat, conversation: Conversation) -> bool:
+    """Return whether the words of a part of a conversation may stand elsewhere too."""
+    if any(message.role == TOOLS or calls_of(message) for message in conversation):
+        return True
+    both = [(text_of(message).strip(), reasoning_of(message).strip()) for message in conversation]
+    parts = [part for pair in both for part in pair if part]
+    everything = "\n".join((str(chat.tokenizer.chat_template), *parts))
+    return any(everything.count(part) > 1 for part in parts)
+
+
+_MARK = re.compile(r"zqx\d+xqz")
+
+
+def _unmarked(text: str) -> str:
+    return _MARK.sub("", text)
+
+
+def _marked(conversation: Conversation) -> Conversation:
+    """Return a conversation in which each part ends with a mark of its own, so that no other text
+    can be taken for it.
+    """
+    numbers = itertools.count()
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            said = value.rstrip()
+            return f"{said}zqx{next(numbers)}xqz{value[len(said) :]}" if said else value
+        if isinstance(value, Mapping):
+            return {mark(key): mark(inner) for key, inner in value.items()}
+        return [mark(inner) for inner in value] if isinstance(value, list) else value
+
+    def mark_function(one: Any) -> Any:
+        if not isinstance(one, Mapping):
+            return mark(one)
+        marks = {"function": mark_function, "name": mark, "arguments": mark}
+        return {key: marks[key](value) if key in marks else value for key, value in one.items()}
+
+    def mark_key(role: str, name: str, value: Any) -> Any:
+        if name == "tool_calls" or role == name == TOOLS:
+            return [mark_function(one) for one in value]
+        return mark(value) if name in REASONING_KEYS else value
+
+    def mark_turn(turn: Message) -> Message:
+        content = turn.content
+        if turn.role == "assistant" and (thought := thought_of(content)):
+            start, end, text = content[: thought.start(1)], thought.end(1), thought.end()
+            content = start + mark(thought[1]) + content[end:text] + mark(content[text:])
+        else:
+            content = mark(content)
+        extra = tuple((name, mark_key(turn.role, name, value)) for name, value in turn.extra)
+        return Message(turn.role, content, extra)
+
+    return tuple(map(mark_turn, conversation))
 
 
 def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
@@ -186,8 +229,7 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                 found.add("tools-dropped")
             continue
         if message.role in ("system", "developer"):
-            others = [text_of(other) for other in before if other is not message]
-            if said and not _has_beside(prompt, said, others):
+            if said and not _has(prompt, said):
                 found.add("system-dropped")
             continue
         end = next(
@@ -200,8 +242,9 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
             elif message.role == "assistant" and calls_of(message):
                 found.add("text-dropped")
             else:
+                shown = repr(_unmarked(said)[:40])
                 raise _UnprovenError(
-                    f"the template leaves out or moves what the {message.role} says: {said[:40]!r}"
+                    f"the template leaves out or moves what the {message.role} says: {shown}"
                 )
         if not calls_of(message):
             at = max(at, end)  # what is said beside a call may stand behind its result
@@ -213,11 +256,17 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
 # Proof.
 
 
+class _ReactsError(Exception):
+    """Marks change more of what a template writes than the parts that they are in."""
+
+
 class _Row:
     """A conversation that is being written."""
 
-    def __init__(self, chat: Chat, conversation: Conversation) -> None:
+    def __init__(self, chat: Chat, conversation: Conversation, plain: _Row | None = None) -> None:
         self.chat, self.turns = chat, conversation
+        self.plain = plain
+        """The row without the marks that this one has."""
         self._of_text = all(
             turn.role in ("system", "user", "assistant")
             and not turn.extra
@@ -225,13 +274,29 @@ class _Row:
             for turn in conversation
         )
         self._rendered: dict[tuple[int, bool, bool], str] = {}
+        self._with_marks: _Row | None = None
+        if plain is None and _is_ambiguous(chat, conversation):
+            self._with_marks = _Row(chat, _marked(conversation), self)
 
     def render(self, turns: int, *, ask: bool, thinks: bool) -> str:
         """Render the first turns."""
         key = turns, ask, thinks
         if key not in self._rendered:
-            self._rendered[key] = self.chat.render(self.turns[:turns], ask=ask, thinks=thinks)
+            text = self.chat.render(self.turns[:turns], ask=ask, thinks=thinks)
+            if self.plain and _unmarked(text) != self.plain.render(turns, ask=ask, thinks=thinks):
+                raise _ReactsError
+            self._rendered[key] = text
         return self._rendered[key]
+
+    def _alone(self, index: int, *, thinks: bool) -> str | None:
+        """Return what the template writes of a turn with nothing before it but a question."""
+        short = [turn for turn in self.turns[:index] if turn.role == TOOLS]
+        short.append(Message("user", "?"))
+        asked = self.chat.render(short, ask=True, thinks=thinks)
+        found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
+        if self.plain and _unmarked(found or "") != (self.plain._alone(index, thinks=thinks) or ""):
+            raise _ReactsError
+        return found
 
     def answer(self, index: int) -> _Answer:
         """Return the context of an answer, and what the model writes there.
@@ -240,6 +305,14 @@ class _Row:
             TemplateError: The template rejects the turns.
             _UnprovenError: What the model would write is not certain.
         """
+        if self._with_marks is not None:
+            with suppress(_ReactsError, TemplateError):  # found without marks then
+                prompt, text, stop, kinds = self._with_marks._answer(index)
+                said = _unmarked(text[:stop])
+                return _Answer(_unmarked(prompt), said + text[stop:], len(said), kinds)
+        return self._answer(index)
+
+    def _answer(self, index: int) -> _Answer:
         turn = self.turns[index]
         if reason := dict(turn.extra).get(UNREAD):
             raise _UnprovenError(str(reason))
@@ -256,13 +329,11 @@ class _Row:
             self.chat.reasoning_key or _ASKED_THOUGHT.search(prompt)
         ):
             raise _UnprovenError("its thought does not end, or a second one follows")
-        called = [part for call in calls_of(turn) for part in _call_parts(call)]
-        if reasoning and not _has_beside(said, reasoning, [text, *called]):
+        if reasoning and not _has(said, reasoning):
             composed = _with_reasoning(prompt, said, reasoning)
             kinds.add("reasoning-composed" if composed else "reasoning-dropped")
             said = composed or said
-        thought = [] if "reasoning-dropped" in kinds else [reasoning]
-        if text and not _has_beside(said, text, [*thought, *called]):
+        if text and not _has(said, text):
             if not calls_of(turn):
                 raise _UnprovenError("the template leaves out what the assistant says")
             kinds.add("text-dropped")
@@ -296,12 +367,8 @@ class _Row:
         found = _behind(prompt, whole)
         if found is None:
             # The context is written in another form than the model is asked with: the system's
-            # text moves along, or earlier analysis goes. What the turn itself consists of shows
-            # where nothing stands before it but a question.
-            short = [turn for turn in self.turns[:index] if turn.role == TOOLS]
-            short.append(Message("user", "?"))
-            asked = self.chat.render(short, ask=True, thinks=thinks)
-            found = _behind(asked, self.chat.render([*short, self.turns[index]], thinks=thinks))
+            # text moves along, or earlier analysis goes.
+            found = self._alone(index, thinks=thinks)
         if found is None:
             raise _UnprovenError("the template writes it in another form than it asks with")
         opened = _ASKED_THOUGHT.search(prompt)
@@ -376,7 +443,7 @@ def _with_reasoning(prompt: str, said: str, reasoning: str) -> str:
 
 
 def written(
-    chat: Chat, conversation: Conversation, answers: Sequence[int], *, split: bool
+    chat: Chat, conversation: Conversation, answers: Sequence[int], *, split: bool, apart: bool
 ) -> Written:
     """Write a conversation as documents.
 
@@ -386,6 +453,7 @@ def written(
         answers: Indices of the turns to train.
         split: Whether an answer that the template writes in another form once it is earlier
             becomes a document of its own; otherwise it is context.
+        apart: Whether every earlier answer counts as written in another form.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -410,7 +478,9 @@ def written(
     for index, answer in proven.items():
         start, end = len(answer.prompt), len(answer.prompt) + len(answer.text)
         stop = start + answer.stop
-        same = whole.startswith(answer.prompt) and whole.startswith(answer.said, start)
+        same = (
+            not apart and whole.startswith(answer.prompt) and whole.startswith(answer.said, start)
+        )
         if index == last or (same and whole.startswith(answer.text, start)):
             marks.append((start, end))
         elif same and (following := chat.stops_at(whole, stop)):
@@ -436,7 +506,12 @@ _ANSWER_HEADING = "### Response:\n"
 
 
 def documents_of(
-    chat: Chat, conversation: Conversation, loss: LossOn = "assistant", *, split: bool = True
+    chat: Chat,
+    conversation: Conversation,
+    loss: LossOn = "assistant",
+    *,
+    split: bool = True,
+    apart: bool = False,
 ) -> Written:
     """Write a row as documents, cut where training starts and stops; none without an answer.
 
@@ -445,6 +520,7 @@ def documents_of(
         conversation: The messages.
         loss: The value of ``data.loss``.
         split: The value of ``data.split_turns``.
+        apart: Whether no document has several answers.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -457,6 +533,8 @@ def documents_of(
         _without_stop_token(chat, message) if message.role == "assistant" else message
         for message in conversation
     )
+    if chat.short_ids:
+        conversation = with_short_ids(conversation)
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
@@ -466,7 +544,7 @@ def documents_of(
     if not chat.templated:
         found = _plainly(chat, conversation, answers)
     else:
-        found = written(chat, conversation, answers, split=split and not everything)
+        found = written(chat, conversation, answers, split=split and not everything, apart=apart)
     if not everything or not found.documents:
         return found
     whole = "".join(part.text for part in found.documents[-1])
@@ -510,11 +588,14 @@ def _plainly(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> 
         if calls_of(conversation[index]) or UNREAD in dict(conversation[index].extra)
     ]
     parts = _alpaca(chat, conversation, frozenset(answers) - frozenset(calling))
-    text = "".join(part.text for part in parts)
-    kinds = _left_out(conversation, text)
-    thoughts = (reasoning_of(conversation[index]) for index in answers)
-    if any(thought and not _has(text, thought) for thought in thoughts):
-        kinds.add("reasoning-dropped")
+    kinds: set[Kind] = set()
+    for message in conversation:
+        if message.role == TOOLS:
+            kinds.add("tools-dropped")
+        if calls_of(message):
+            kinds.add("calls-dropped")
+        if any(name in REASONING_KEYS and value for name, value in message.extra):
+            kinds.add("reasoning-dropped")
     return Written(
         [parts] if any(part.trained for part in parts) else [],
         frozenset(kinds),
