@@ -89,6 +89,9 @@ _SENTENCES = {
     "templated": (
         "in {rows}, the prompt already contains the chat template and is not wrapped in it again"
     ),
+    "flag-ignored": (
+        "questions or results are flagged as trained in {rows}; only answers are trained"
+    ),
     "system-replaced": (
         "the system message of {rows} lists the tools; the template's own list replaces it"
     ),
@@ -100,6 +103,7 @@ _OUTCOMES: dict[str, Outcome] = {
     "reasoning-composed": "trained",
     "turns-split": "trained",
     "turns-context": "context",
+    "flag-ignored": "context",
     "templated": "trained",
 }
 """By kind; all other kinds are left out."""

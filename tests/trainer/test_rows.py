@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,47 @@ UNREADABLE = {
         ]
     },
     "a broken call": {"messages": turns("Brest?", '<functioncall> {"name": "tide", ')},
+    "arguments twice": {
+        "messages": [
+            *turns("Brest?"),
+            OPENAI | {"tool_calls": [{"function": CALL | {"parameters": {"place": "Dover"}}}]},
+        ]
+    },
+    "arguments under another key": {
+        "messages": [
+            *turns("Brest?"),
+            OPENAI | {"tool_calls": [{"name": "tide", "args": {"a": 1}}]},
+        ]
+    },
+    "calls under two keys": {
+        "messages": [*turns("Brest?"), OPENAI | {"tool_calls": CALLS, "function_call": CALL}]
+    },
 }
+BEHIND = f"<tool_call>{SPOKEN}</tool_call>\nAs you see."
+IN_TEXT: dict[str, dict[str, Any]] = {
+    "text behind a call": {"role": "assistant", "content": BEHIND},
+    "calls in the text, too": {
+        "role": "assistant",
+        "content": BEHIND.removesuffix("\nAs you see."),
+        "tool_calls": CALLS,
+    },
+}
+
+
+@pytest.mark.parametrize("case", IN_TEXT)
+def test_a_call_in_the_text_that_would_move_is_not_trained(tmp_path: Path, case: str) -> None:
+    row = {"messages": [*turns("Brest?"), IN_TEXT[case]], "tools": TIDES}
+    ((_, __, said),) = conversations(tmp_path, row)
+    assert UNREAD in dict(said.extra)
+    assert not trained(written(tmp_path, row))
+
+
+def test_arguments_beside_the_name_of_a_function_are_read(tmp_path: Path) -> None:
+    call = {"function": {"name": "tide"}, "arguments": CALL["arguments"]}
+    ((_, said),) = conversations(
+        tmp_path, {"messages": [*turns("Brest?"), OPENAI | {"tool_calls": [call]}]}
+    )
+    assert dict(said.extra)["tool_calls"] == CALLS
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
@@ -417,6 +458,76 @@ def test_layouts_of_published_data_are_read(tmp_path: Path, name: str) -> None:
     assert unused_columns(opened.columns, opened.layout) == unused
 
 
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "a system text that is none": (ROWS["alpaca"] | {"system": ["Be brief."]}, "system"),
+    "a history that is none": (ROWS["alpaca"] | {"history": {"a": "b"}}, "history"),
+    "reasoning that is no text": (
+        {"messages": [*turns("2+2?"), {"role": "assistant", "content": "4.", "thinking": ["hm"]}]},
+        "thinking",
+    ),
+    "tools of a question": (
+        {"messages": [turns("2+2?")[0] | {"tools": TIDES}, *turns("?", "4.")[1:]]},
+        "tools",
+    ),
+    "a question without its text": (
+        {"messages": [{"role": "user", "text": "2+2?"}, *turns("?", "4.")[1:]]},
+        "messages[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_nothing_of_a_row_is_lost_without_a_word(tmp_path: Path, case: str) -> None:
+    row, column = LOST[case]
+    problem = refusal(lambda: conversations(tmp_path, row))
+    assert problem.code == "data-row-unreadable"
+    assert problem.message.startswith(f"column {column}") or f".{column}:" in problem.message
+
+
+def test_reasoning_that_is_empty_is_none(tmp_path: Path) -> None:
+    said = turns("2+2?", "4.")
+    said[1] |= {"reasoning": [], "thinking": False}
+    assert conversations(tmp_path, {"messages": said}) == [
+        (Message("user", "2+2?"), Message("assistant", "4."))
+    ]
+
+
+def test_a_history_may_be_written_as_json(tmp_path: Path) -> None:
+    (found,) = conversations(tmp_path, ROWS["alpaca"] | {"history": '[["Hi", "Yo."]]'})
+    assert [message.content for message in found[:2]] == ["Hi", "Yo."]
+
+
+def test_tools_of_alpaca_rows_are_read(tmp_path: Path) -> None:
+    ((tools, *_),) = conversations(tmp_path, ROWS["alpaca"] | {"tools": json.dumps(TIDES)})
+    assert dict(tools.extra)["tools"] == TIDES
+
+
+def test_flags_of_questions_are_named(tmp_path: Path) -> None:
+    def talk(**flags: object) -> dict[str, Any]:
+        asked, said = turns("2+2?", "4.")
+        return {"messages": [asked | flags, said]}
+
+    (sentence,) = kinds(tmp_path, talk(train=False), talk(train=True))
+    assert "1 row (the first is 2)" in sentence
+    assert kinds(tmp_path, talk(loss_weight=0)) == []
+
+
+def test_an_answer_of_a_split_row_that_does_not_fit_is_counted(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("tools")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% if loop.last and m.thinking %}"
+        "<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    said = turns("2+2?", "4.", "1" * 200, "5.")
+    said[1]["thinking"] = said[3]["thinking"] = "hm"
+    spec = spec_of(lines(tmp_path, [{"messages": said}]))
+    encoder = replace(encoder_for(chat_of(tokenizer), spec.data), sequence_length=64)
+    (row,) = encoder.documents(open_sources(spec.data)[0], 0, 1)
+    assert len(row.documents) == 1
+    assert (row.counts.truncated, row.counts.dropped) == (1, 0)
+
+
 def test_turns_of_another_trainer_have_parts_and_weights(tmp_path: Path) -> None:
     said = [
         {"role": role, "content": [{"type": "text", "value": text}], "loss_weight": weight}
@@ -503,6 +614,13 @@ TEMPLATED: dict[str, tuple[dict[str, Any], list[tuple[str, bool]]]] = {
     ),
     "a text": ({"text": f"{HI}Yo.<|im_end|>\n"}, [(f"{HI}Yo.<|im_end|>\n", True)]),
     "a plain text": ({"text": "Yo."}, [("Yo.<|eos|>", True)]),
+    "an answer about the template": (
+        {"prompt": "Show one.", "completion": f"{HI}Yo."},
+        [
+            ("<|im_start|>user\nShow one.<|im_end|>\n<|im_start|>assistant\n", False),
+            (f"{HI}Yo.<|im_end|>", True),
+        ],
+    ),
     "a question about a token": (
         {"prompt": "What is <|im_end|>?", "completion": "An end."},
         [

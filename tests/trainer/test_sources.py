@@ -493,6 +493,22 @@ def test_an_unreadable_column_is_named(tmp_path: Path, content: str, row: int, c
     assert problem.message.startswith(f"column {column}: ")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        f'{GOOD}\n{GOOD[:-1]}, "output": "c"}}',
+        f'[{GOOD[:-1]}, "output": "c"}}]',
+        f'{{\n{GOOD[1:-1]}, "output": "c"}}',
+        '{"messages": [{"role": "user", "output": "a", "output": "b"}]}',
+    ],
+)
+def test_a_key_with_two_values_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    problem = source_refusal(path, tmp_path)
+    assert (problem.code, "'output'" in problem.message) == ("data-key-twice", True)
+
+
 def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
     problem = source_refusal(tmp_path / "absent.jsonl", tmp_path)
     assert problem.code == "data-source-missing"

@@ -43,6 +43,7 @@ def turns(bot: str, others: str = "<|{{ m.role }}|>{{ m.content }}<|end|>") -> s
 
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+CHANNEL = turns("{% if m.thinking %}<|a|>{{ m.thinking }}<|b|>{% endif %}{{ m.content }}<|end|>")
 LAST_THOUGHT = THOUGHT.replace("{% if m", "{% if loop.last and m")
 PLAIN = turns(f"{THOUGHT}{{{{ m.content }}}}{CALLS}<|end|>")
 LAST = turns(f"{LAST_THOUGHT}{{{{ m.content }}}}{CALLS}<|end|>")
@@ -158,6 +159,48 @@ CASES: dict[str, tuple[str, Conversation, list[str], set[str]]] = {
         ["<|user|>2+2<|end|><|bot|><think>\n«two twos\n</think>\n\n4.<|end|>»"],
         {"reasoning-composed"},
     ),
+    "a thought in the content, which the template would take for text": (
+        CHANNEL,
+        (ask("2+2"), say("<think>\ntwo twos\n</think>\n\n4."), *HELLO),
+        [
+            "<|user|>2+2<|end|><|bot|>«<|a|>two twos<|b|>4.<|end|>»"
+            "<|user|>Hi<|end|><|bot|>«Hello.<|end|>»"
+        ],
+        set(),
+    ),
+    "a thought in the content whose opening mark is missing": (
+        PLAIN,
+        (ask("2+2"), say("two twos</think>4.")),
+        ["<|user|>2+2<|end|><|bot|>«<think>two twos</think>4.<|end|>»"],
+        set(),
+    ),
+    "a thought in the content without the line that the prompt has": (
+        OPENED,
+        (ask("2+2"), say("<think>two twos</think>4.")),
+        ["<|user|>2+2<|end|><|bot|><think>\n«two twos</think>4.<|end|>»"],
+        set(),
+    ),
+    "an empty thought where the prompt asks for none": (
+        SWITCH,
+        (ask("2+2"), say("<think>\n\n</think>\n\n4.")),
+        ["<|user|>2+2<|end|><|bot|><think></think>«4.<|end|>»"],
+        set(),
+    ),
+    "reasoning under two keys that say the same": (
+        PLAIN,
+        (ask("2+2"), say("4.", reasoning="two twos", reasoning_content="two twos")),
+        ["<|user|>2+2<|end|><|bot|>«<think>two twos</think>4.<|end|>»"],
+        set(),
+    ),
+    "the assistant speaks first": (
+        SWITCH,
+        (say("Hello."), *HELLO),
+        [
+            "<|bot|><think></think>«Hello.<|end|>»",
+            "<|bot|>Hello.<|end|><|user|>Hi<|end|><|bot|><think></think>«Hello.<|end|>»",
+        ],
+        {"turns-split"},
+    ),
     "a thought that the prompt opens and nobody thinks": (
         OPENED,
         HELLO,
@@ -267,6 +310,15 @@ def test_answers_that_change_later_may_be_context() -> None:
 
 
 BROKEN = {
+    "reasoning in two places": (
+        PLAIN,
+        (ask("2+2"), say("<think>two twos</think>4.", reasoning_content="one and three")),
+    ),
+    "a thought that does not end": (PLAIN, (ask("2+2"), say("<think>two twos"))),
+    "one of two equal questions": (
+        PLAIN.replace("in messages", "in messages[:1] + messages[2:]"),
+        (ask("Hi"), ask("Hi"), say("Hello.")),
+    ),
     "no calls": (NO_TOOLS, RAIN),
     "the first of several calls": (
         PLAIN.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),

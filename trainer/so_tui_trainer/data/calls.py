@@ -15,6 +15,7 @@ from typing import Any
 
 CALL_KEYS = frozenset(("id", "type", "index", "function"))
 """Keys of a call that are understood."""
+_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class RowError(Exception):
@@ -81,19 +82,27 @@ def _call(value: object, column: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RowError(column, "is a call without the `name` of a function")
-    given = next(
-        (function[key] for key in ("arguments", "parameters") if function.get(key) is not None),
-        None,
-    )
+    own = {**value, **function}
+    given = [
+        item
+        for key in _ARGUMENT_KEYS
+        for item in (value.get(key), function.get(key) if function is not value else None)
+        if item is not None
+    ]
     further = {
         key: item
-        for key, item in value.items()
-        if item is not None and key not in ("type", "function", "name", "arguments", "parameters")
+        for key, item in own.items()
+        if item is not None and key not in ("type", "function", "name", *_ARGUMENT_KEYS)
     }
+    if not given and not further.keys() <= CALL_KEYS:
+        raise UnreadCallError(f"a call of {name} has no `arguments`, but {', '.join(further)}")
+    found = [_arguments(item, name) for item in given]
+    if any(item != found[0] for item in found):
+        raise UnreadCallError(f"a call of {name} has arguments twice")
     return {
         "type": "function",
         **further,
-        "function": {"name": name, "arguments": _arguments(given, name)},
+        "function": {"name": name, "arguments": found[0] if found else {}},
     }
 
 
@@ -230,10 +239,13 @@ def hermes_calls(text: str) -> Spoken | None:
     """Return an answer with the calls in its ``<tool_call>`` elements; nothing without one.
 
     Raises:
-        UnreadCallError: An element is not a call.
+        UnreadCallError: An element is not a call, or text stands behind it.
     """
     calls = [call for match in _HERMES_CALL.finditer(text) for call in _called(_decoded(match[1]))]
-    return (_HERMES_CALL.sub("", text).strip(), calls) if calls else None
+    said, *behind = (part.strip() for part in _HERMES_CALL.sub("\0", text).split("\0"))
+    if any(behind):
+        raise UnreadCallError(f"text stands behind a call: {short_repr(' '.join(behind).strip())}")
+    return (said, calls) if calls else None
 
 
 def _called(value: object) -> list[dict[str, Any]]:

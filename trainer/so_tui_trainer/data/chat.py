@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _THINKING = ("enable_thinking", "thinking")
 """Switches of templates with which the model is asked to think, or not to."""
+_THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>", re.DOTALL)
+
+
+def thought_of(content: str) -> re.Match[str] | None:
+    """Find what an answer thinks, at the start of its text. The mark that opens it may be missing:
+    prompts of some models have it, and what they write has not.
+    """
+    return _THOUGHT.match(content) if "</think>" in content else None
 
 
 class TemplateError(Exception):
@@ -55,6 +63,10 @@ class Chat:
     """What ends a call where the template leaves the last turn open."""
     reasoning_key: str = ""
     """The key from which the template takes reasoning."""
+    moves_thoughts: bool = False
+    """Whether the template gets a thought in ``<think>`` at the start of a text in that key: it
+    would take it for text.
+    """
     text_arguments: bool = False
     """Whether the template takes the arguments of a call as JSON, and not as an object."""
     short_ids: bool = False
@@ -86,11 +98,7 @@ class Chat:
         Raises:
             TemplateError: The template rejects them.
         """
-        turns = [
-            {**self._extra(message), "role": message.role, "content": message.content}
-            for message in messages
-            if message.role != TOOLS
-        ]
+        turns = [self._turn(message) for message in messages if message.role != TOOLS]
         tools = [
             tool
             for message in messages
@@ -111,16 +119,21 @@ class Chat:
         except Exception as error:  # a template raises whatever it leads to, MemoryError too
             raise TemplateError(first_line(error)) from error
 
-    def _extra(self, message: Message) -> dict[str, Any]:
-        """Return the further keys of a turn as the template takes them."""
-        found = dict(message.extra)
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """Return a turn as the template takes it."""
+        found, content = dict(message.extra), message.content
         if self.reasoning_key:
             for name in REASONING_KEYS:
                 if name in found and name != self.reasoning_key:
                     found.setdefault(self.reasoning_key, found.pop(name))
+            thought = thought_of(content) if message.role == "assistant" else None
+            if thought and (self.moves_thoughts or "<think>" not in thought[0]):
+                content = content[thought.end() :].lstrip("\n")
+                if said := thought[1].strip("\n"):
+                    found.setdefault(self.reasoning_key, said)
         if self.text_arguments and found.get("tool_calls"):
             found["tool_calls"] = [_with_text_arguments(call) for call in found["tool_calls"]]
-        return found
+        return {**found, "role": message.role, "content": content}
 
     @property
     def stop_id(self) -> int:
@@ -174,7 +187,11 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
                 lead = whole.removeprefix(prompt).partition(answer.content)[0]
                 plain = replace(plain, lead=lead)
             before = plain.render([asked, answer, asked], thinks=False).partition(answer.content)[2]
-            plain = replace(plain, turn_marks=_turn_marks(plain, asked))
+            plain = replace(
+                plain,
+                turn_marks=_turn_marks(plain, asked),
+                moves_thoughts=_takes_thoughts_for_text(plain, asked),
+            )
     except TemplateError as error:
         raise _no_stop_token(
             "chat-template-unusable",
@@ -208,6 +225,23 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
 def _turn_marks(chat: Chat, asked: Message) -> tuple[str, ...]:
     between = chat.render([asked], ask=True).partition(asked.content)[2]
     return tuple(chat.specials.findall(between)) or tuple(filter(None, [between.strip()]))
+
+
+def _takes_thoughts_for_text(chat: Chat, asked: Message) -> bool:
+    """Return whether the template writes ``<think>`` itself in fewer places if it gets reasoning in
+    a key of its own.
+    """
+    if not chat.reasoning_key:
+        return False
+    thought, said = "\ue003", "\ue001"
+    apart, inside = (
+        chat.render([asked, answer], thinks=True).count("<think>")
+        for answer in (
+            Message("assistant", said, ((chat.reasoning_key, thought),)),
+            Message("assistant", f"<think>{thought}</think>{said}"),
+        )
+    )
+    return inside > apart
 
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")

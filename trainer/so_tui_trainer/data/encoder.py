@@ -252,7 +252,9 @@ def _joined(row: int, fitted: Sequence[_Encoded], written: Written) -> _Encoded:
         documents,
         Counts(
             1,
-            truncated=int(any(count.truncated for count in counts)),
+            truncated=int(
+                not dropped and any(count.truncated or count.dropped_too_long for count in counts)
+            ),
             dropped=int(dropped),
             dropped_too_long=int(too_long),
             cut=int(any(count.cut for count in counts)),

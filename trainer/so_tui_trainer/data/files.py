@@ -152,10 +152,26 @@ def _float(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(
-    parse_float=_float, parse_constant=lambda name: None if name == "NaN" else float(name)
-)
+class _KeyTwiceError(ValueError):
+    """An object that has a key twice, of which a reader would take the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _KeyTwiceError(next(key for key in found if keys.count(key) > 1))
+    return found
+
+
+_HOOKS: dict[str, Any] = {
+    "parse_float": _float,
+    "parse_constant": lambda name: None if name == "NaN" else float(name),
+}
 """NaN is what pandas writes where a value is missing."""
+_DECODER = json.JSONDecoder(**_HOOKS)
+"""For rows that were read once."""
+_READER = json.JSONDecoder(**_HOOKS, object_pairs_hook=_object)
 
 
 def decoded(text: str) -> dict[str, Any]:
@@ -166,7 +182,9 @@ def decoded(text: str) -> dict[str, Any]:
 
 def _json_row(text: str, name: str, number: int) -> dict[str, Any]:
     try:
-        row = _DECODER.decode(text)
+        row = _READER.decode(text)
+    except _KeyTwiceError as error:
+        raise _key_twice(f"{name}, row {thousands(number)}", error) from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.colno}"
         raise bad_row("data-row-not-json", name, number, f"is not JSON ({reason})") from error
@@ -181,6 +199,16 @@ def _json_row(text: str, name: str, number: int) -> dict[str, Any]:
         ) from error
     _check_row(row, text, name, number)
     return row  # type: ignore[no-any-return]
+
+
+def _key_twice(name: str, error: _KeyTwiceError) -> InputError:
+    return reject(
+        "data-key-twice",
+        "data.source",
+        name,
+        f"has an object with two values of the key {str(error)!r}",
+        "Remove one of them.",
+    )
 
 
 def _check_row(row: Any, text: str, name: str, number: int) -> None:
@@ -227,14 +255,17 @@ def _rows_in(file: IO[bytes], name: str) -> Iterator[tuple[dict[str, Any], str]]
                 yield _json_row(text, name, at), text
         return
     text = (first + file.read()).decode()
-    if text.lstrip().startswith("["):
-        rows = _DECODER.decode(text)
-    else:
-        rows = _in_sequence(text, name, number)
-    for at, row in enumerate(rows, 1):
-        written = json.dumps(row)
-        _check_row(row, written, name, at)
-        yield row, written
+    try:
+        if text.lstrip().startswith("["):
+            rows = _READER.decode(text)
+        else:
+            rows = _in_sequence(text, name, number)
+        for at, row in enumerate(rows, 1):
+            written = json.dumps(row)
+            _check_row(row, written, name, at)
+            yield row, written
+    except _KeyTwiceError as error:
+        raise _key_twice(name, error) from error
 
 
 def _in_sequence(text: str, name: str, first_line: int) -> Iterator[Any]:
@@ -245,7 +276,7 @@ def _in_sequence(text: str, name: str, first_line: int) -> Iterator[Any]:
             position = blank.end()
             continue
         try:
-            value, position = _DECODER.raw_decode(text, position)
+            value, position = _READER.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise bad_row(
                 "data-row-not-json",

@@ -17,6 +17,7 @@ from so_tui.units import thousands
 from so_tui_trainer.data.calls import (
     RowError,
     UnreadCallError,
+    as_list,
     calls_of,
     glaive_call,
     hermes_calls,
@@ -40,6 +41,7 @@ from so_tui_trainer.data.turns import (
 )
 
 _TOOL_COLUMNS = (TOOLS, "functions")
+_CONTEXT = ("system", *_TOOL_COLUMNS)
 
 
 class Layout(NamedTuple):
@@ -51,7 +53,7 @@ class Layout(NamedTuple):
     """Columns that a row must have."""
     read: Callable[[Row], Conversation]
     """Turns a row into a conversation."""
-    further: tuple[str, ...] = ("system", *_TOOL_COLUMNS)
+    further: tuple[str, ...] = _CONTEXT
     """Columns that it reads where a row has them."""
 
     @property
@@ -81,14 +83,23 @@ def _history(row: Row) -> Iterator[Message]:
     """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a
     prompt and its answer.
     """
-    pairs = row.get("history")
-    for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
+    given = row.get("history")
+    for index, pair in enumerate(as_list(given, "history") if _has_items(given) else ()):
         match pair:
             case [str(prompt), str(answer)]:
                 yield Message("user", prompt)
                 yield Message("assistant", answer)
             case _:
                 raise RowError(f"history[{index}]", f"is {short_repr(pair)}, not a pair of texts")
+
+
+def _has_items(value: object) -> bool:
+    """Return whether a value is a list or an object, or looks like one as JSON. In Alpaca rows,
+    columns with other texts or numbers mean something else.
+    """
+    return isinstance(value, list | dict) or (
+        isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+    )
 
 
 def _prompt_completion(row: Row) -> Conversation:
@@ -153,18 +164,30 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
     if not said or said[0].role == TEXT:
         return said
     system = row.get("system")
-    if isinstance(system, str) and system.strip():
+    system = "" if isinstance(system, int | float) else text_of(row, "system")
+    if system.strip():
         if layout.name == "glaive":
             system = system.strip().removeprefix("SYSTEM:").strip()
         if said[0].role != "system":
             said = (Message("system", system), *said)
         elif said[0].content.strip() != system.strip():
             raise RowError("system", "differs from the system turn of the conversation")
-    described = {name: row.get(name) for name in _TOOL_COLUMNS if name in layout.reads}
+    described = {
+        name: row.get(name)
+        for name in _TOOL_COLUMNS
+        if name in layout.reads and (layout.name != "alpaca" or _has_items(row.get(name)))
+    }
     if said[0].role in ("system", "developer"):
         described |= {name: value for name, value in said[0].extra if name in _TOOL_COLUMNS}
         extra = tuple(pair for pair in said[0].extra if pair[0] not in _TOOL_COLUMNS)
         said = (said[0]._replace(extra=extra), *said[1:])
+    for message in said:
+        if any(name in _TOOL_COLUMNS and value for name, value in message.extra):
+            raise RowError(
+                TOOLS,
+                "belong to a whole row, and here to a later turn or the "
+                f"{message.role}'s: put them into the row, or its first system turn",
+            )
     tools: list[dict[str, Any]] = []
     for name, value in described.items():
         tools += [tool for tool in tools_of(value, name) if tool not in tools]
@@ -206,6 +229,10 @@ def _parts(message: Message, *, hermes: bool) -> Iterator[Message]:
             return
         if found:
             content, calls = found
+            if any(name == "tool_calls" for name, _ in message.extra):
+                reason = "the turn has calls in two places"
+                yield message._replace(extra=(*message.extra, (UNREAD, reason)))
+                return
             message = Message("assistant", content, (*message.extra, ("tool_calls", calls)))
     elif message.role in ("user", "tool") and text.startswith(_RESPONSE):
         message = message._replace(role="tool", content=text.removeprefix(_RESPONSE).strip())
@@ -218,7 +245,7 @@ def _parts(message: Message, *, hermes: bool) -> Iterator[Message]:
 LAYOUTS = (
     Layout("messages", ("messages",), partial(turns, column="messages")),
     Layout("sharegpt", ("conversations",), partial(turns, column="conversations")),
-    Layout("alpaca", ("instruction", "output"), _alpaca, ("input", "history", "system")),
+    Layout("alpaca", ("instruction", "output"), _alpaca, ("input", "history", *_CONTEXT)),
     Layout("alpaca-deepspeed", ("instruction", "output"), _alpaca_deepspeed, ("input",)),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
     Layout("xlam", ("query", "tools", "answers"), _xlam),

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from so_tui.spec.data_notes import UNPROVEN, Found
 from so_tui.spec.run_spec import LossOn
-from so_tui_trainer.data.chat import Chat, TemplateError, with_short_ids
+from so_tui_trainer.data.chat import Chat, TemplateError, thought_of, with_short_ids
 from so_tui_trainer.data.templated import Piece, pieces_of
 from so_tui_trainer.data.turns import REASONING_KEYS, TEXT, TOOLS, UNREAD, Conversation, Message
 
@@ -79,24 +79,29 @@ class _UnprovenError(Exception):
 
 # What a turn consists of.
 
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _ASKED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
 """At the end of a prompt: a thought that it opens, or an empty one with which it asks for none."""
+_THOUGHT_FIRST = re.compile(r"\A\s*<think>\n?")
+_EMPTY_THOUGHT_FIRST = re.compile(r"\A\s*<think>\s*</think>\s*")
 _EMPTY_THOUGHT = re.compile(r"<think>(\s*)</think>")
 
 
 def reasoning_of(message: Message) -> str:
     """Return what an answer thinks, from a key of its own or from the start of its content."""
-    for name, value in message.extra:
-        if name in REASONING_KEYS and isinstance(value, str) and value.strip():
-            return value
-    thought = _THOUGHT.match(message.content)
-    return thought[1] if thought else ""
+    return next(iter(_thoughts(message).values()), "")
+
+
+def _thoughts(message: Message) -> dict[str, str]:
+    """Return different thoughts of an answer, each as it is written, by what it says."""
+    thought = thought_of(message.content)
+    given = [value for name, value in message.extra if name in REASONING_KEYS]
+    given += [thought[1]] if thought else []
+    return {value.strip(): value for value in given if value.strip()}
 
 
 def text_of(message: Message) -> str:
     """Return what a turn says, without a thought at the start of its content."""
-    thought = _THOUGHT.match(message.content) if message.role == "assistant" else None
+    thought = thought_of(message.content) if message.role == "assistant" else None
     return message.content[thought.end() :] if thought else message.content
 
 
@@ -201,7 +206,7 @@ def _marked(conversation: Conversation) -> Conversation:
 
     def mark_turn(turn: Message) -> Message:
         content = turn.content
-        if turn.role == "assistant" and (thought := _THOUGHT.match(content)):
+        if turn.role == "assistant" and (thought := thought_of(content)):
             start, end, text = content[: thought.start(1)], thought.end(1), thought.end()
             content = start + mark(thought[1]) + content[end:text] + mark(content[text:])
         else:
@@ -227,8 +232,11 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
             if said and not _has(prompt, said):
                 found.add("system-dropped")
             continue
-        place = next((place for form in _forms(said) if (place := prompt.find(form, at)) >= 0), -1)
-        if said and place < 0:
+        end = next(
+            (place + len(form) for form in _forms(said) if (place := prompt.find(form, at)) >= 0),
+            -1,
+        )
+        if said and end < 0:
             if message.role == "tool":
                 found.add("results-dropped")
             elif message.role == "assistant" and calls_of(message):
@@ -239,7 +247,7 @@ def _left_out(before: Sequence[Message], prompt: str) -> set[Kind]:
                     f"the template leaves out or moves a {message.role} message: {shown}"
                 )
         if not calls_of(message):
-            at = max(at, place)  # text beside a call may come after its result
+            at = max(at, end)  # text beside a call may come after its result
         elif not _has_calls(prompt, message):
             found.add("calls-dropped")
     return found
@@ -268,7 +276,7 @@ class _Row:
         self._of_text = all(
             turn.role in ("system", "user", "assistant")
             and not turn.extra
-            and "<think>" not in turn.content
+            and "think>" not in turn.content
             for turn in conversation
         )
         self._rendered: dict[tuple[int, bool, bool], str] = {}
@@ -314,6 +322,8 @@ class _Row:
         turn = self.turns[index]
         if reason := dict(turn.extra).get(UNREAD):
             raise _UnprovenError(str(reason))
+        if len(_thoughts(turn)) > 1:
+            raise _UnprovenError("it has reasoning in two places")
         reasoning = reasoning_of(turn).strip()
         thinks = bool(reasoning)
         prompt = self._prompt(index, thinks=thinks)
@@ -321,6 +331,10 @@ class _Row:
         tail, stop = self._tail(index, prompt, thinks=thinks)
         said = tail[:stop]
         text = text_of(turn).strip()
+        if text.startswith("<think>") and (
+            self.chat.reasoning_key or _ASKED_THOUGHT.search(prompt)
+        ):
+            raise _UnprovenError("its thought does not end, or a second one follows")
         if reasoning and not _has(said, reasoning):
             composed = _with_reasoning(prompt, said, reasoning)
             kinds.add("reasoning-composed" if composed else "reasoning-dropped")
@@ -340,9 +354,14 @@ class _Row:
         # Templates render no empty conversation: only the generation prompt stands before it.
         short = [Message("user", "?")]
         asked, said = (self.chat.render(short, ask=ask, thinks=thinks) for ask in (True, False))
-        asking = asked.removeprefix(said)
-        before, found, _ = self.render(index + 1, ask=False, thinks=thinks).partition(asking)
-        return before + found if asking and found else ""
+        asking = asked[len(commonprefix([asked, said])) :]  # noqa: RUF071 - no paths
+        whole = self.render(index + 1, ask=False, thinks=thinks)
+        if opened := _ASKED_THOUGHT.search(asking):
+            asking = asking[: opened.start()]
+        before, found, _ = whole.partition(asking or whole)
+        if before + found == whole:
+            raise _UnprovenError("nothing asks the model for it")
+        return before + found + (opened[0] if opened else "")
 
     def _tail(self, index: int, prompt: str, *, thinks: bool) -> tuple[str, int]:
         """Return what the template writes behind the context of a turn that is the last, up to and
@@ -358,8 +377,10 @@ class _Row:
             found = self._alone(index, thinks=thinks)
         if found is None:
             raise _UnprovenError("the answer does not follow the prompt that a server would send")
-        tail, stop = self._closed(index, found)
         opened = _ASKED_THOUGHT.search(prompt)
+        if opened and not whole.startswith(prompt):  # the prompt has it already
+            found = (_EMPTY_THOUGHT_FIRST if opened[1] else _THOUGHT_FIRST).sub("", found)
+        tail, stop = self._closed(index, found)
         if opened and not opened[1] and "</think>" not in tail[:stop]:
             closing = "\n</think>\n\n" if opened[0].endswith("\n") else "</think>"
             text = tail.lstrip("\n")

@@ -37,8 +37,9 @@ def is_templated(chat: Chat, conversation: Conversation) -> bool:
             pass
         case _:
             return False
-    marks = [mark for mark in chat.turn_marks if chat.specials.fullmatch(mark)]
-    if not marks and not chat.specials.match(question.content):
+    marked = any(chat.specials.fullmatch(mark) for mark in chat.turn_marks)
+    find = chat.specials.search if marked else chat.specials.match
+    if not find(question.content):
         return False
     text = question.content + answer.content
     return bool(chat.turn_marks) and all(mark in text for mark in chat.turn_marks)

@@ -27,10 +27,12 @@ UNREAD = "unread"
 """Key of an answer with a call that cannot be read; its value is the reason."""
 REPLACED = "replaced"
 """Key of the message of tools if a system turn that listed them was left out."""
+FLAGGED = "flagged"
+"""Key of a question or a result that the data flag as trained."""
 _FLAGS = ("train", "training", "loss", "weight", "loss_weight")
 """Keys with which trainers leave a turn out of the loss."""
 _KNOWN_KEYS = frozenset(
-    (*REASONING_KEYS, "tool_call_id", "name", "weight", TOOLS, UNREAD, REPLACED)
+    (*REASONING_KEYS, "tool_call_id", "name", "weight", TOOLS, UNREAD, REPLACED, FLAGGED)
 )
 _LONGEST_KEY = 40
 """Characters of a key that are shown."""
@@ -65,13 +67,16 @@ class WeightError(RowError):
 def unknown_kinds(conversation: Conversation, template: str) -> frozenset[str]:
     """Return what a row has that is unknown or was replaced, as kinds:
     ``unknown-key:NAME`` for keys of turns and calls that the chat template does not name either,
-    ``system-replaced`` for a system text that listed the tools.
+    ``system-replaced`` for a system text that listed the tools, ``flag-ignored`` for a question or
+    a result that is flagged as trained.
     """
     found = set()
     for message in conversation:
         for name, value in message.extra:
             if name == REPLACED:
                 found.add("system-replaced")
+            elif name == FLAGGED:
+                found.add("flag-ignored")
             elif name == "tool_calls":
                 found |= {f"unknown-key:{key}" for call in value for key in {*call} - CALL_KEYS}
             elif name not in _KNOWN_KEYS and not _is_named(name, template):
@@ -135,6 +140,8 @@ def _turn(turn: object, column: str) -> Message:
                 f"is {short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}",
             )
         content = turn.get(content_key)
+        if content_key not in turn and role != "assistant":
+            raise RowError(column, f"is a turn of the {role} without `{content_key}`")
         if len(turn) == 2 and isinstance(content, str) and named not in _CALLING:
             return Message(role, content)  # as nearly all are
         parts = _Parts(column)
@@ -169,6 +176,8 @@ class _Parts:
             self.extra["tool_calls"] = self.calls
         if self.unread:
             self.extra[UNREAD] = self.unread
+        if role != "assistant" and any(self.flags.values()):
+            self.extra[FLAGGED] = True
         extra = (*self.extra.items(), *([] if all(self.flags.values()) else [UNTRAINED]))
         return Message(role, self.content, extra)
 
@@ -178,7 +187,13 @@ class _Parts:
         if name in _FLAGS:
             self.flags[column] = _flag(value, column)
         elif name in ("tool_calls", "function_call"):
+            before = len(self.calls)
             self.add_calls(value, column)
+            if 0 < before < len(self.calls):
+                self.unread = "the turn has calls in two places"
+        elif name in REASONING_KEYS and not isinstance(value, str):
+            if value:
+                raise RowError(column, f"is {short_repr(value)}, not text")
         else:
             self.extra[name] = value
             self.flags |= _inner_flags(value, column)
