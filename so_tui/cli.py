@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from so_tui.commands.parser import build_parser
+from so_tui.commands.parser import build_parser, unknown_arguments
 from so_tui.trust.streams import guard_output
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _main(argv: Sequence[str] | None) -> int:
         offer_words(parser)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:  # said with the usage of the command, and not with that of so-tui
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        arguments.parser.error(unknown_arguments(arguments, unknown))
     if arguments.verbose:
         from so_tui.commands.common import log_to_stderr
 

@@ -8,9 +8,12 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from so_tui.machine.types import Machine
+from so_tui.runs import RunDirectory, find_run, read_state
+from so_tui.runs.listing import LATEST
 from so_tui.spec import (
     InputError,
     Problem,
@@ -128,6 +131,31 @@ def machine_for(spec: RunSpec, arguments: Namespace) -> Machine:
     return chosen_machine(arguments) if arguments.machine else machine_of(spec.slurm)
 
 
+def run_meant(arguments: Namespace, action: str) -> RunDirectory:
+    """Return the run that was named, or on a terminal the latest one, once the user has agreed.
+
+    Raises:
+        InputError: There is no such run; or none was named, and there is no terminal to ask on
+            (code ``run-not-named``) or the user refused (``not-confirmed``).
+    """
+    run = find_run(arguments.run or LATEST, arguments.runs_dir)
+    if arguments.run:
+        return run
+    remedy = f"`so-tui {action} {LATEST}` takes the latest run, `so-tui runs` lists all."
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise reject("run-not-named", "run", "", "is not named", remedy)
+    state = read_state(run)
+    print(
+        printable_line(f"{action} {run.name} ({state.state}, step {state.step})? [y/N] "),
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise reject("not-confirmed", "run", run.name, f"was not asked to {action}", remedy)
+    return run
+
+
 def usable_terminal() -> bool:
     """Return whether a screen can be shown. Textual does not check, and would write escape codes
     into a pipe.
@@ -185,8 +213,11 @@ def print_rich(*renderables: Any, wrap: bool = True) -> None:
     lines stay whole, to be copied.
     """
     out = console()
-    for renderable in renderables:
-        out.print(renderable, soft_wrap=not wrap)
+    with out.capture() if not out.is_terminal else nullcontext() as caught:
+        for renderable in renderables:
+            out.print(renderable, soft_wrap=not wrap)
+    if caught is not None:  # without what fills lines up to the width
+        out.file.writelines(f"{line.rstrip()}\n" for line in caught.get().splitlines())
 
 
 class ProgressLine:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import tomllib
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from so_tui.launch import DEFAULT_GRACE_S
 
@@ -38,6 +40,60 @@ what was given there.
 """
 
 
+_MEANT = {
+    **dict.fromkeys(("train", "start", "launch", "finetune", "submit"), "run"),
+    **dict.fromkeys(("ls", "list", "ps", "status", "queue"), "runs"),
+    **dict.fromkeys(("kill", "cancel", "end", "quit"), "stop"),
+    **dict.fromkeys(("attach", "monitor", "top", "show"), "watch"),
+    **dict.fromkeys(("log", "tail"), "logs"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("info", "hardware", "machine"), "inspect"),
+    **dict.fromkeys(("check", "diagnose", "env"), "doctor"),
+    **dict.fromkeys(("download", "pull"), "fetch"),
+    **dict.fromkeys(("models", "preset"), "presets"),
+    **dict.fromkeys(("estimate", "dry-run"), "plan"),
+    **dict.fromkeys(("config", "configure"), "settings"),
+    **dict.fromkeys(("infer", "sample"), "generate"),
+    **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("dataset", "preview"), "data"),
+}
+"""Words of other tools, by the command that does the same here."""
+_KEYS_MEANT = {
+    "lr": "train.learning_rate",
+    "batch-size": "train.micro_batch",
+    "per-device-train-batch-size": "train.micro_batch",
+    "max-steps": "train.steps",
+    "num-train-epochs": "train.epochs",
+    "max-length": "data.sequence_length",
+    "seq-length": "data.sequence_length",
+    "dataset": "data.source",
+    "data": "data.source",
+    "model": "model.id",
+    "output": "checkpoint.folder",
+    "output-dir": "checkpoint.folder",
+    "save-dir": "checkpoint.folder",
+    "offload-ratio": "offload.ratio",
+    "warmup": "train.warmup_ratio",
+}
+"""Options of other tools, by the key that has their value here."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """The parser of the whole line, which knows what was meant by a word that is no command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        word = _command_in(self._words)
+        if not word or word in _table()["commands"]:
+            super().error(message)
+        from so_tui.spec.errors import shown
+
+        self.exit(2, f"so-tui: {shown(word)} is not a command. {_meant(word)}\n")
+
+
 class _ShowVersion(argparse.Action):
     """Prints the version when it is asked for: finding the commit starts git in a checkout."""
 
@@ -50,8 +106,8 @@ class _ShowVersion(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    table = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
-    parser = argparse.ArgumentParser(
+    table = _table()
+    parser = _Parser(
         prog="so-tui",
         description=(
             "Plan, launch and watch full-parameter fine-tuning with DeepSpeed SuperOffload. "
@@ -73,7 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
             add_help=False, argument_default=argparse.SUPPRESS if name in _ANYWHERE else None
         )
         _add_arguments(groups[name], arguments, same)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     for name, given in table["commands"].items():
         text = given["help"]
         command = commands.add_parser(
@@ -93,6 +151,56 @@ def build_parser() -> argparse.ArgumentParser:
         )
     commands.choices["stop"].set_defaults(grace=DEFAULT_GRACE_S)
     return parser
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+
+
+def _command_in(words: Sequence[str]) -> str:
+    """Return the word in the place of the command; empty if there is none."""
+    before = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for name in _ANYWHERE:
+        _add_arguments(before, _table()["shared"][name], _table()["same"])
+    before.add_argument("command", nargs="?", default="")
+    try:
+        return str(before.parse_known_args(words)[0].command)
+    except argparse.ArgumentError:  # an option lacks its value
+        return ""
+
+
+def _meant(word: str) -> str:
+    """Return what may have been meant by a word that is no command."""
+    from so_tui.spec.errors import nearest
+
+    known = tuple(name for name in _table()["commands"] if name not in INTERNAL)
+    if meant := _MEANT.get(word.lower()):
+        return f"`so-tui {meant}` does that."
+    if hint := nearest(word, known):
+        return f"{hint}`so-tui --help` lists the commands."
+    from so_tui.spec import load_catalog
+
+    if word in load_catalog().presets:
+        return f"It is a preset: `so-tui run {word}` trains it, and `so-tui plan {word}` plans it."
+    return "`so-tui --help` lists the commands."
+
+
+def unknown_arguments(arguments: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """Return what to say of arguments that a command does not have: where one is named as a key of
+    a preset is, how to set that.
+    """
+    said = f"unrecognized arguments: {' '.join(unknown)}"
+    if not hasattr(arguments, "set"):
+        return said
+    from so_tui.spec.keys import field_index
+
+    paths = {path.rpartition(".")[2].replace("_", "-"): path for path in field_index()}
+    for option in (word for word in unknown if word.startswith("--")):
+        name = option[2:].partition("=")[0].replace("_", "-")
+        if path := _KEYS_MEANT.get(name) or paths.get(name):
+            said += f"\n{option[:2]}{name} is set with --set {path}=VALUE"
+    return said
 
 
 def _add_arguments(

@@ -21,6 +21,7 @@ from so_tui.commands.common import (
     print_json,
     print_note,
     print_rich,
+    run_meant,
     usable_terminal,
 )
 from so_tui.commands.follow import follow
@@ -210,7 +211,7 @@ def resume(arguments: Namespace) -> int:
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.places import machine_of
 
-    target = find_run(arguments.run, arguments.runs_dir)
+    target = run_meant(arguments, "resume")
     # records the end of a job whose node has failed, which its heartbeat shows only minutes later
     current_state(target)
     _interrupt_on_termination(arguments)

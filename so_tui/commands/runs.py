@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
+from so_tui.commands.common import (
+    ProgressLine,
+    plain_table,
+    print_json,
+    print_note,
+    print_rich,
+    run_meant,
+)
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
 from so_tui.runs.directory import asked_run, saved_on_disk
 from so_tui.runs.export import export_metrics
@@ -147,7 +154,12 @@ def export_run_metrics(arguments: Namespace) -> int:
     line = ProgressLine()
     line.show("reading the run")
     path = Path(target).expanduser()
-    count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} rows"))
+    count = export_metrics(
+        read_all(run),
+        path,
+        lambda rows: line.show(f"{thousands(rows)} rows"),
+        force=arguments.force,
+    )
     line.clear()
     print(printable_line(f"wrote {path}: {plural(count, 'row')}"))
     return 0
@@ -374,7 +386,7 @@ def stop(arguments: Namespace) -> int:
     from so_tui.launch.lifecycle import current_state
     from so_tui.launch.lifecycle import stop as stop_run
 
-    run = find_run(arguments.run, arguments.runs_dir)
+    run = run_meant(arguments, "stop")
     state = current_state(run)
     if state.state in FINAL_STATES:
         print(printable_line(f"{run.name} has already ended: {state.state}"))

@@ -45,6 +45,7 @@ def export_metrics(
     progress: Progress = lambda _: None,
     *,
     columns: Sequence[str] = COLUMNS,
+    force: bool = False,
 ) -> int:
     """Write every step that is not superseded, one row a step, and return the number of rows. The
     file appears when it is complete.
@@ -57,6 +58,7 @@ def export_metrics(
         path: A new file, whose name ends in ``.csv`` or ``.parquet``.
         progress: Called with the number of rows so far.
         columns: Fields of the step records, and EVALUATION_LOSS.
+        force: Whether the file replaces another one.
 
     Raises:
         InputError: With the codes of this module.
@@ -80,7 +82,7 @@ def export_metrics(
             "needs pyarrow",
             "Install it (`pip install pyarrow`), or write .csv.",
         )
-    return export_rows(path, columns, _rows(reader, columns), progress)
+    return export_rows(path, columns, _rows(reader, columns), progress, force=force)
 
 
 def export_rows(
@@ -88,12 +90,16 @@ def export_rows(
     columns: Sequence[str],
     rows: Iterable[tuple[Any, ...]],
     progress: Progress = lambda _: None,
+    *,
+    force: bool = False,
 ) -> int:
     """Write rows into a new file under another name, give it its own once it is complete, and
     return the number of rows. Raises InputError as ``export_metrics``.
     """
-    taken = _unfit(path, "file-exists", "exists already", "Choose another name, or remove it.")
-    if exists(path):
+    taken = _unfit(
+        path, "file-exists", "exists already", "Choose another name, or replace it with --force."
+    )
+    if exists(path) and not force:
         raise taken
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count, table = 0, _parquet if path.suffix == ".parquet" else _csv
@@ -107,8 +113,10 @@ def export_rows(
                 write(batch)
                 count += len(batch)
                 progress(count)
-        # Unlike a rename, this fails if another process took the name in the meantime.
-        os.link(temporary, path)
+        if force:
+            temporary.replace(path)
+        else:  # unlike a rename, a link fails if another process took the name in the meantime
+            os.link(temporary, path)
     except FileExistsError:
         raise taken from None
     except OSError as error:

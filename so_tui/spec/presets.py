@@ -4,7 +4,8 @@ Problem codes:
     unknown-builtin: A ``builtin:`` source does not exist.
     unknown-preset: There is no preset of this name.
     not-a-preset: The file or folder exists, but is not a preset.
-    data-not-preset: A data file was named in place of a preset.
+    data-not-preset, model-not-preset: A data file, or a model on the hub, was named in place of a
+    preset.
     invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist,
     cannot be read, or is not TOML. not-a-file, too-large, too-deep: It is a pipe or a device,
     larger than 1 MiB, or nested too deeply.
@@ -477,6 +478,8 @@ def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
                 fault,
                 "`so-tui presets` lists the presets by name.",
             )
+        if _HUB_ID.fullmatch(name_or_path) and not exists(path):
+            raise _no_preset_of(name_or_path)
         source = _read_source(path.expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
@@ -692,6 +695,22 @@ def _order(preset: Preset) -> tuple[object, ...]:
         spec.model.parameter_count,
         spec.name,
     )
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?<!\.toml)")
+
+
+def _no_preset_of(model: str) -> InputError:
+    """Return the error of a model on the hub where a preset is expected."""
+    known = [
+        name for name, preset in load_catalog().presets.items() if preset.spec.model.id == model
+    ]
+    remedy = (
+        f"The preset of this model is {some(known)}."
+        if known
+        else f"`so-tui presets add {quoted(model)}` makes one of it; no weights are downloaded."
+    )
+    return reject("model-not-preset", "preset", shown(model), "is a model, not a preset", remedy)
 
 
 def _unknown_preset(field: str, name: str, known: Iterable[str], file: str = "") -> InputError:

@@ -4,6 +4,7 @@ printed.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -105,6 +106,8 @@ def console(*, stderr: bool = False) -> Console:
         markup=False,
         emoji=False,
     )
-    # Every line of a table is filled up to the width, which COLUMNS may set to anything.
-    made.width = min(made.width, _WIDEST)
+    # Every line of a table is filled up to the width, which COLUMNS may set to anything. Files and
+    # pipes have none: their lines stay whole.
+    whole = not made.is_terminal and "COLUMNS" not in os.environ
+    made.width = _WIDEST if whole else min(made.width, _WIDEST)
     return made

@@ -3,17 +3,18 @@ no help.
 
 Each class and function says what Textual does and what that costs. All were needed with Textual
 8.2.8, and no released version makes one of them unnecessary. ``_set_dirty``,
-``_update_focus_styles`` and ``_check_bindings`` are private to Textual, which is why pyproject.toml
-allows no newer major version.
+``_update_focus_styles``, ``_check_bindings`` and ``XTermParser`` are private to Textual, which is
+why pyproject.toml allows no newer major version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import select
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import TextIO, TypeVar
@@ -22,12 +23,15 @@ from rich.cells import cell_len, get_character_cell_size
 from rich.segment import Segment
 from rich.text import Text
 from textual import events
+from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.dom import DOMNode
+from textual.drivers import linux_driver
 from textual.filter import ANSIToTruecolor, LineFilter
 from textual.geometry import Region
+from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.screen import Screen
 from textual.strip import Strip
@@ -219,6 +223,54 @@ class StylesFocus(Screen[Result]):
         )
 
 
+# Input: what is pasted is text.
+
+_PASTE, _PASTED = "\x1b[200~", "\x1b[201~"
+
+
+class _Parser(XTermParser):
+    """Reads what a terminal sends. Of a paste it takes the text alone: Textual takes escape
+    sequences in it for keys, so that a pasted log could delete a run.
+    """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._pastes = False
+        self._held = ""
+        """The end of what was read, which may be the beginning of the end of the paste."""
+        self._before = ""
+        """The end of what was passed on, which may be the beginning of a paste's."""
+
+    def feed(self, data: str) -> Iterable[Message]:
+        passed = self._without_escapes(data)
+        # Nothing would stand for the end of all input.
+        return super().feed(passed) if passed or not data else ()
+
+    def _without_escapes(self, data: str) -> str:
+        passed = ""
+        data, self._held = self._held + data, ""
+        while data:
+            if not self._pastes:
+                begun, found, _ = (self._before + data).partition(_PASTE)
+                through = len(begun + found) - len(self._before)
+                passed, data = passed + data[:through], data[through:]
+                self._before = "" if found else (begun + found)[1 - len(_PASTE) :]
+                self._pastes = bool(found)
+                continue
+            text, found, after = data.partition(_PASTED)
+            if not found:
+                cut = [size for size in range(1, len(_PASTED)) if text.endswith(_PASTED[:size])]
+                kept = len(text) - max(cut, default=0)
+                text, self._held = text[:kept], text[kept:]
+            passed, data = passed + text.replace("\x1b", "") + found, after
+            self._pastes = not found
+        return passed
+
+
+assert linux_driver.XTermParser is XTermParser, "Textual's driver has another parser"
+linux_driver.XTermParser = _Parser  # type: ignore[misc]
+
+
 # The application: styles, keys in their order, printable text.
 
 _TERMINAL_POLL_S = 5.0
@@ -263,6 +315,31 @@ class FixedApp(App[Result]):
         there.
         """
         super().copy_to_clipboard(printable(text))
+        if "TMUX" in os.environ and not self.is_headless:
+            self.run_worker(self._copy_in_tmux(printable(text)), group="copy", exit_on_error=False)
+
+    async def _copy_in_tmux(self, text: str) -> None:
+        """Copy a text into tmux's buffer: by default, tmux ignores what programs send to the
+        clipboard.
+        """
+        line = ("tmux", "load-buffer", "-w", "-")
+        quiet = asyncio.subprocess.DEVNULL
+        try:
+            tmux = await asyncio.create_subprocess_exec(
+                *line, stdin=asyncio.subprocess.PIPE, stdout=quiet, stderr=quiet
+            )
+            await tmux.communicate(text.encode())
+            failed = tmux.returncode != 0
+        except OSError:
+            failed = True
+        if failed:
+            self.notify(
+                f"Select it here with the mouse: {text}",
+                title="tmux has not taken it",
+                severity="warning",
+                markup=False,
+                timeout=30,
+            )
 
     def update_styles(self, node: DOMNode, animate: bool = True) -> None:
         """Style widgets once they are mounted.

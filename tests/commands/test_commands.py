@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import resource
 import shlex
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.commands.parser import build_parser
-from so_tui.runs import MetricsWriter, RunDirectory, create_run
+from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state
 from so_tui.runs.liveness import identify
 from so_tui.spec import InputError, Problem, find_preset
 from tests.support.commands import Call, in_a_process, problems_of
@@ -63,6 +66,100 @@ def test_unknown_arguments_lead_to_the_usage_of_the_command(
         said = capsys.readouterr().err
         assert said.startswith(f"usage: {command} [")
         assert said.endswith(f"{command}: error: unrecognized arguments: {line[-1]}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("train tiny", "so-tui run"),
+        ("-q ls", "so-tui runs"),
+        ("--machine gh200-120 estimate", "so-tui plan"),
+        ("docter", "doctor"),
+        ("tiny", "so-tui run tiny"),
+        ("phi-4 --gpus 1", "so-tui run phi-4"),
+    ],
+)
+def test_a_word_that_is_no_command_leads_to_the_one_that_is_meant(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(shlex.split(line))
+    said = capsys.readouterr().err
+    assert f"`{meant}`" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ("--steps 10", "train.steps"),
+        ("--lr=1e-4", "train.learning_rate"),
+        ("--batch-size 4", "train.micro_batch"),
+        ("--micro_batch 4", "train.micro_batch"),
+        ("--output-dir there", "checkpoint.folder"),
+    ],
+)
+def test_an_option_of_other_tools_leads_to_its_key(
+    options: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("run tiny", "plan tiny", "resume latest"):
+        with pytest.raises(SystemExit, match="2"):
+            main(shlex.split(f"{command} {options}"))
+        assert f" --set {key}=" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):  # a command without settings
+        main(shlex.split(f"logs latest {options}"))
+    assert "--set" not in capsys.readouterr().err
+
+
+def test_a_model_in_place_of_a_preset_leads_to_one() -> None:
+    for model, remedy in (
+        ("Qwen/Qwen3-14B", "qwen3-14b"),
+        ("some/model", "presets add some/model"),
+    ):
+        with pytest.raises(InputError) as caught:
+            find_preset(model)
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.field, problem.value) == (
+            "model-not-preset",
+            "preset",
+            f'"{model}"',
+        )
+        assert remedy in problem.remedy
+
+
+def test_a_run_is_stopped_or_resumed_by_its_name_or_after_a_question(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3)
+    change_state(run, state="stopped")
+    for command in ("stop", "resume"):
+        assert problems_of(command, "--runs-dir", str(tmp_path)) == [("run-not-named", "run", "")]
+    terminal, its_end = pty.openpty()
+    os.write(terminal, b"n\n")
+    line = [sys.executable, "-P", "-m", "so_tui", "stop", "--runs-dir", str(tmp_path)]
+    ended = subprocess.run(line, stdin=its_end, stdout=its_end, stderr=its_end, check=False)
+    said = os.read(terminal, 10_000).decode()
+    assert ended.returncode == InputError.exit_code
+    assert f"stop {run.name} (stopped, step 3)? [y/N]" in said
+    assert "was not asked" in said
+    assert read_state(run).state == "stopped"
+
+
+def test_metrics_replace_a_file_only_by_force(tmp_path: Path, call: Call) -> None:
+    run, table = write_run(tmp_path, steps=3), tmp_path / "table.csv"
+    table.write_text("mine")
+    line = f"export-metrics {run.path} --to {table}"
+    ((code, field, _),) = problems_of(*line.split())
+    assert (code, field) == ("file-exists", "--to")
+    assert table.read_text() == "mine"
+    assert call(f"{line} --force").code == 0
+    assert len(table.read_text().splitlines()) == 4
+
+
+def test_lines_in_a_file_stay_whole(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = call("machines").out.splitlines()
+    assert max(map(len, lines)) > 120
+    assert all(line == line.rstrip() for line in lines)
+    assert sum("gh200-120" in line for line in lines) == 1
 
 
 def test_a_wrong_preset_is_named_and_the_others_are_listed(own_presets: Path, call: Call) -> None:

@@ -23,7 +23,9 @@ from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import StepRecord
 from tests.support.launching import log, of_kind
+from tests.support.make_run import write_run
 from tests.support.python_path import checkout_path
+from tests.support.records import change_state
 from tests.support.waiting import wait_until
 
 STEPS = 6
@@ -53,11 +55,12 @@ class Terminal:
         # Its last screen stays when it has ended.
         keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
         session = ("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.work))
-        self._tmux(*keep, *session, shlex.join(so_tui))
+        # The shell that tmux starts knows the server.
+        self.tmux(*keep, *session, shlex.join(so_tui).replace("-i", '-i "TMUX=$TMUX"', 1))
 
     def close(self) -> None:
         with suppress(subprocess.CalledProcessError):  # it has ended
-            self._tmux("kill-server")
+            self.tmux("kill-server")
         for state in map(read_state, self.runs()):
             for process in filter(None, (state.supervisor, *state.processes)):
                 if alive(process):
@@ -71,7 +74,7 @@ class Terminal:
     def status(self) -> str:
         """Return so-tui's exit status; nothing while it runs, and until tmux knows it."""
         asked = "#{pane_dead}:#{pid}:#{pane_dead_status}"
-        dead, server, status = self._tmux("display-message", "-p", asked).strip().split(":")
+        dead, server, status = self.tmux("display-message", "-p", asked).strip().split(":")
         # Tmux 3.3 now and then misses that its child has ended, and looks only when it is told.
         if dead == "1" and not status:
             os.kill(int(server), signal.SIGCHLD)
@@ -79,7 +82,7 @@ class Terminal:
 
     def matched(self, pattern: str) -> re.Match[str]:
         deadline = time.monotonic() + GIVE_UP_S
-        while not (found := re.search(pattern, rows := self._tmux("capture-pane", "-p"))):
+        while not (found := re.search(pattern, rows := self.tmux("capture-pane", "-p"))):
             assert time.monotonic() < deadline, f"waited for a match of {pattern}\n{rows}"
             time.sleep(0.1)
         return found
@@ -89,12 +92,12 @@ class Terminal:
         words = named.split()
         assert key in (*words, *words[0].split("/")), f"{named!r} does not name {key!r}"
         self.matched(re.escape(named))
-        self._tmux("send-keys", KEYS.get(key, key))
+        self.tmux("send-keys", KEYS.get(key, key))
 
     def type(self, text: str) -> None:
-        self._tmux("send-keys", "-l", text)
+        self.tmux("send-keys", "-l", text)
 
-    def _tmux(self, *arguments: str) -> str:
+    def tmux(self, *arguments: str) -> str:
         command = ["tmux", "-f", "/dev/null", *arguments]
         return subprocess.run(
             command, env=self._server, capture_output=True, text=True, check=True
@@ -148,3 +151,24 @@ def test_by_keyboard_alone(tmp_path: Path) -> None:
         user.press("y", named="Quit  y")  # the number of steps was not saved as a preset
         wait_until(user.status, limit_s=GIVE_UP_S)
         assert user.status() == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
+def test_texts_are_copied_to_tmux_and_pasted_from_it(tmp_path: Path) -> None:
+    with closing(Terminal(tmp_path)) as user:
+        run = write_run(tmp_path / "home" / "state" / "so-tui" / "runs", steps=3)
+        change_state(run, state="finished")
+        user.press("enter", named="enter Configure")
+        user.press("y", named="y Copy")
+        user.matched("Copied")
+        wait_until(lambda: "--bind_cores_to_rank" in user.tmux("show-buffer"))
+        user.press("4", named="4 Runs")
+        user.matched(run.name)
+        # To Textual, the D and the y behind an escape are keys that delete a run.
+        user.tmux("set-buffer", "hello \x1b[mDy\x1b[Dy")
+        user.tmux("paste-buffer", "-p")
+        user.press("3", named="3 Dashboard")
+        user.matched(f"{run.name} +✓ finished")
+        assert run.path.exists()
