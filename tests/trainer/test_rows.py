@@ -508,7 +508,7 @@ def test_flags_of_questions_are_named(tmp_path: Path) -> None:
         return {"messages": [asked | flags, said]}
 
     (sentence,) = kinds(tmp_path, talk(train=False), talk(train=True))
-    assert "1 row (the first is 2)" in sentence
+    assert "in 1 row (first: row 2)" in sentence
     assert kinds(tmp_path, talk(loss_weight=0)) == []
 
 
