@@ -61,6 +61,8 @@ class Encoder:
         Returns:
             For each conversation its token ids and flags.
         """
+        if not batch:
+            return []
         return (
             self._encode_segments(batch)
             if _encodes_segments_apart(self.chat.tokenizer)
@@ -68,22 +70,31 @@ class Encoder:
         )
 
     def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
-        texts = [segment.text for parts in batch for segment in parts]
-        encoded = iter(
-            self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            if texts
-            else []
-        )
+        """Encode the texts between special tokens, each once: the documents of a split row have
+        most of theirs in common.
+        """
+        border = _border(self.chat.tokenizer)
+        split = [
+            [border.split(segment.text) if border else [segment.text] for segment in parts]
+            for parts in batch
+        ]
+        texts = list(dict.fromkeys(text for parts in split for part in parts for text in part))
+        encoded = self.chat.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        ids = {
+            text: np.array(found, dtype=np.int32)
+            for text, found in zip(texts, encoded, strict=True)
+        }
         found = []
-        for parts in batch:
-            pieces = list(islice(encoded, len(parts)))
+        for parts, divided in zip(batch, split, strict=True):
+            pieces = [np.concatenate([ids[text] for text in part]) for part in divided]
             flags = np.repeat([part.trained for part in parts], [len(piece) for piece in pieces])
-            found.append(
-                (
-                    np.array([token for piece in pieces for token in piece], dtype=np.int32),
-                    flags.astype(np.bool_),
-                )
-            )
+            found.append((np.concatenate(pieces), flags.astype(np.bool_)))
         return found
 
     def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
@@ -268,6 +279,20 @@ def _end(flags: npt.NDArray[np.bool_]) -> int:
     """Return the index after the last true flag; 0 without one."""
     found = np.flatnonzero(flags)
     return int(found[-1]) + 1 if len(found) else 0
+
+
+def _border(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return what finds the tokens at which a tokenizer divides every text before it encodes what
+    lies between them; None if it has none, or one that looks at its neighbours.
+    """
+    tokens = tokenizer.added_tokens_decoder.values()
+    looks = any(
+        token.lstrip or token.rstrip or token.single_word or token.normalized for token in tokens
+    )
+    if looks or not tokens or not tokenizer.is_fast:
+        return None
+    contents = sorted((token.content for token in tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, contents))})")
 
 
 def _encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
