@@ -267,8 +267,9 @@ class _Parser(XTermParser):
         return passed
 
 
-assert linux_driver.XTermParser is XTermParser, "Textual's driver has another parser"
-linux_driver.XTermParser = _Parser  # type: ignore[misc]
+_NAMES = vars(linux_driver)
+assert _NAMES["XTermParser"] is XTermParser, "Textual's driver has another parser"
+_NAMES["XTermParser"] = _Parser
 
 
 # The application: styles, keys in their order, printable text.
