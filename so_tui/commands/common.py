@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from so_tui.machine.types import Machine
@@ -29,6 +29,7 @@ from so_tui.trust.streams import beneath, console
 from so_tui.trust.text import brief_message, printable_line, printable_source
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _LOG = logging.getLogger(__name__)
@@ -212,12 +213,23 @@ def print_rich(*renderables: Any, wrap: bool = True) -> None:
     """Print for people, in colour if the terminal has it and NO_COLOR is not set. Without ``wrap``,
     lines stay whole, to be copied.
     """
-    out = console()
-    with out.capture() if not out.is_terminal else nullcontext() as caught:
+    with rich_output() as out:
         for renderable in renderables:
             out.print(renderable, soft_wrap=not wrap)
-    if caught is not None:  # without what fills lines up to the width
-        out.file.writelines(f"{line.rstrip()}\n" for line in caught.get().splitlines())
+
+
+@contextmanager
+def rich_output() -> Iterator[Console]:
+    """Lend a console. What is printed on it into a file or a pipe lacks what fills lines up to the
+    width.
+    """
+    out = console()
+    if out.is_terminal:
+        yield out
+        return
+    with out.capture() as caught:
+        yield out
+    out.file.writelines(f"{line.rstrip()}\n" for line in caught.get().splitlines())
 
 
 class ProgressLine:

@@ -9,11 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import ProgressLine, chosen_spec, plain_table, print_json, print_note
+from so_tui.commands.common import (
+    ProgressLine,
+    chosen_spec,
+    plain_table,
+    print_json,
+    print_note,
+    rich_output,
+)
 from so_tui.runs import find_run
 from so_tui.spec import spec_tree
 from so_tui.spec.data_notes import why_dropped
-from so_tui.trust.streams import console
 from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.units import plural, thousands
 
@@ -54,6 +60,8 @@ def convert(arguments: Namespace) -> int:
 
 
 _BAR = 40
+_LONGEST_LINE = 100
+"""Between rows: files and pipes have no width."""
 _ROWS = 3
 """Rows that are shown unless others are asked for."""
 _SHADES = "█▒"
@@ -82,10 +90,12 @@ def data(arguments: Namespace) -> int:
         progress.clear()
         if arguments.json:
             print_json(event)
-        elif isinstance(event, DataCheck):
-            _print_verdict(console(), event)
         else:
-            _print(console(), event)
+            with rich_output() as out:
+                if isinstance(event, DataCheck):
+                    _print_verdict(out, event)
+                else:
+                    _print(out, event)
         refused = isinstance(event, DataCheck) and event.refused
     return int(refused)
 
@@ -116,6 +126,7 @@ def _print_verdict(out: Console, check: DataCheck) -> None:
 
 
 def _print(out: Console, preview: DataPreview) -> None:
+    from rich.rule import Rule
     from rich.text import Text
 
     for part in (
@@ -143,7 +154,8 @@ def _print(out: Console, preview: DataPreview) -> None:
         )
     for sample in preview.samples:
         heading = f"row {thousands(sample.row)}   {sample.counted}"
-        out.rule(Text(heading, style="dim"), align="left", style="dim")
+        line = Rule(Text(heading, style="dim"), align="left", style="dim")
+        out.print(line, width=min(out.width, _LONGEST_LINE))
         if len(preview.sources) > 1:
             out.print(Text(printable_line(sample.source), style="dim"))
         out.print(_coloured(sample, plain))
