@@ -229,8 +229,8 @@ _PASTE, _PASTED = "\x1b[200~", "\x1b[201~"
 
 
 class _Parser(XTermParser):
-    """Reads what a terminal sends. Of a paste it takes the text alone: Textual takes escape
-    sequences in it for keys, so that a pasted log could delete a run.
+    """Reads what a terminal sends, and takes a paste for text alone. Textual takes escape sequences
+    in it for keys, so that a pasted log could delete a run.
     """
 
     def __init__(self, debug: bool = False) -> None:
