@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from so_tui.machine.types import Machine
-from so_tui.runs import RunDirectory, find_run, read_state
-from so_tui.runs.listing import LATEST
 from so_tui.spec import (
     InputError,
     Problem,
@@ -31,6 +29,8 @@ from so_tui.trust.text import brief_message, printable_line, printable_source
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from so_tui.runs import RunDirectory
 
 _LOG = logging.getLogger(__name__)
 _notes_shown = True
@@ -139,22 +139,30 @@ def run_meant(arguments: Namespace, action: str) -> RunDirectory:
         InputError: There is no such run; or none was named, and there is no terminal to ask on
             (code ``run-not-named``) or the user refused (``not-confirmed``).
     """
+    from so_tui.runs import find_run, read_state
+    from so_tui.runs.listing import LATEST
+
     run = find_run(arguments.run or LATEST, arguments.runs_dir)
     if arguments.run:
         return run
     remedy = f"`so-tui {action} {LATEST}` takes the latest run, `so-tui runs` lists all."
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not can_ask():
         raise reject("run-not-named", "run", "", "is not named", remedy)
     state = read_state(run)
-    print(
-        printable_line(f"{action} {run.name} ({state.state}, step {state.step})? [y/N] "),
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    if not agreed(f"{action} {run.name} ({state.state}, step {state.step})?"):
         raise reject("not-confirmed", "run", run.name, f"was not asked to {action}", remedy)
     return run
+
+
+def can_ask() -> bool:
+    """Return whether there is a terminal on which the user can answer."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def agreed(question: str) -> bool:
+    """Ask a question on the terminal, and return whether the user said yes."""
+    print(printable_line(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def usable_terminal() -> bool:

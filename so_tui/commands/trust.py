@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from so_tui.commands.common import print_json, print_note
+from so_tui.commands.common import agreed, can_ask, print_json, print_note
 from so_tui.spec.check import is_folder, path_fault
 from so_tui.spec.consents import NOT_TRUSTED, allow, consents, is_allowed, revoke
 from so_tui.spec.errors import InputError, reject, shown, some
@@ -67,16 +67,14 @@ def asked_to_allow(error: InputError) -> bool:
     Return whether the user said yes; False without a terminal, or if something else is wrong as
     well.
     """
-    asks = sys.stdin.isatty() and sys.stderr.isatty()
-    if not asks or any(problem.code != NOT_TRUSTED for problem in error.problems):
+    if not can_ask() or any(problem.code != NOT_TRUSTED for problem in error.problems):
         return False
     from so_tui.launch.helper_jobs import refused_code
 
     for code in refused_code(error):
         for line in code.lines():
             print(printable_line(line), file=sys.stderr)
-        print("Have you read it, and do you trust it? [y/N] ", end="", file=sys.stderr, flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        if not agreed("Have you read it, and do you trust it?"):
             return False
         allow(code)
     return True
