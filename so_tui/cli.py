@@ -176,7 +176,10 @@ def _call(arguments: Namespace) -> int:
         from so_tui.settings_file import load_settings
         from so_tui.units import show_memory_in
 
-        show_memory_in(load_settings().settings.screen.units)
+        loaded = load_settings()
+        show_memory_in(loaded.settings.screen.units)
+        if module != "settings":  # it lists them itself
+            _report(*loaded.problems)
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
 
 

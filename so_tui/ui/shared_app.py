@@ -127,6 +127,8 @@ class SettingsApp(FixedApp[None]):
                 self.keep({"screen.theme": theme.name})
 
         self.theme_changed_signal.subscribe(self, keep_theme)
+        # Back from the shell: the terminal has forgotten what it showed.
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
 
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""

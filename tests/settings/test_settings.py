@@ -157,3 +157,17 @@ def test_command_takes_a_list_as_set_does() -> None:
     assert main(["settings", 'alerts.command=["notify", "a, b"]']) == 0
     alerts = load_settings().settings.alerts
     assert (alerts.on, alerts.command) == (("ended", "failed"), ("notify", "a, b"))
+
+
+def test_every_command_says_that_the_file_is_broken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = written("[screen\n")
+    assert main(["presets"]) == 0
+    output, errors = capsys.readouterr()
+    assert "tiny" in output
+    assert errors.count(str(path)) == 1
+    assert main(["presets", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["settings"]) == 2
+    assert capsys.readouterr().err.count(str(path)) == 1

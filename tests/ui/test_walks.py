@@ -38,9 +38,13 @@ KEYS = {"enter": "Enter", "esc": "Escape"}
 class Terminal:
     """A tmux server with one pane, whose home and working folder lie in ``folder``; its user has no
     mouse, and knows no key but those that are named before their eyes.
+
+    Args:
+        folder: An empty one.
+        shell: Start so-tui from a shell, as its job.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shell: bool = False) -> None:
         self.home, self.work, sockets = (folder / name for name in ("home", "work", "tmux"))
         for needed in (self.home, self.work, sockets):
             needed.mkdir(mode=0o700)
@@ -56,7 +60,10 @@ class Terminal:
         keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
         session = ("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.work))
         # The shell that tmux starts knows the server.
-        self.tmux(*keep, *session, shlex.join(so_tui).replace("-i", '-i "TMUX=$TMUX"', 1))
+        command = shlex.join(so_tui).replace("-i", '-i "TMUX=$TMUX"', 1)
+        self.tmux(*keep, *session, "bash --norc -i" if shell else command)
+        if shell:
+            self.type(f"{command}\n")
 
     def close(self) -> None:
         with suppress(subprocess.CalledProcessError):  # it has ended
@@ -172,3 +179,17 @@ def test_texts_are_copied_to_tmux_and_pasted_from_it(tmp_path: Path) -> None:
         user.press("3", named="3 Dashboard")
         user.matched(f"{run.name} +✓ finished")
         assert run.path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.skipif(bool(inspect_machine().gpus), reason="it begins on a machine without a GPU")
+def test_it_is_suspended_and_resumed_as_other_programs_are(tmp_path: Path) -> None:
+    with closing(Terminal(tmp_path, shell=True)) as user:
+        user.matched("enter Configure")
+        user.tmux("send-keys", "C-z")
+        user.matched(r"\[1\]\+ +Stopped")
+        user.type("fg\n")
+        user.matched("5 Machine")
+        user.press("enter", named="enter Configure")
+        user.matched(r"tiny \(embedded\)   preset tiny")
