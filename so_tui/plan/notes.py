@@ -264,6 +264,19 @@ class SequencesNotShareable(Fact):
         )
 
 
+class TooFewCores(Fact):
+    """A machine without GPUs has fewer cores than ranks are asked for."""
+
+    machine: str
+    asked: int
+    cores: int
+
+    words = (
+        "gpus = {asked}: without GPUs each rank takes a core, and so-tui may use {cores} of "
+        "{machine}. Ask for {cores:or_fewer}"
+    )
+
+
 class NotBindable(Fact):
     """The ranks cannot be bound to cores or GPUs."""
 
@@ -279,6 +292,7 @@ Blocker = (
     | TooFewGpus
     | NoSuchGpu
     | SequencesNotShareable
+    | TooFewCores
     | NotBindable
 )
 

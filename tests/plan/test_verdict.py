@@ -114,6 +114,7 @@ HALF = replace(QUAD, gpus=(replace(QUAD.gpus[0], mig=True), QUAD.gpus[1]))
 @pytest.mark.parametrize(
     ("changes", "machine", "blocker"),
     [
+        ({"gpus": "5"}, CPU_ONLY, notes.TooFewCores(machine=CPU_ONLY.label, asked=5, cores=4)),
         ({"gpus": "2"}, BIG, notes.TooFewGpus(machine=BIG.label, asked=2, present=1)),
         (
             {"gpus": "[3]"},
