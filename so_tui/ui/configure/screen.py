@@ -50,7 +50,7 @@ def _problems_by_row(planned: Planned) -> Texts:
     """Return what to do about each row of the form that is wrong, or makes the plan impossible on
     its machine; a source of a mixture has no row of its own.
     """
-    from so_tui.plan.notes import NoSuchGpu, TooFewGpus
+    from so_tui.plan.notes import NoSuchGpu, TooFewCores, TooFewGpus
 
     found: Texts = {}
     for problem in planned.problems:
@@ -58,7 +58,7 @@ def _problems_by_row(planned: Planned) -> Texts:
         found.setdefault(path, problem.remedy or f"{problem.message}.")
     plan = planned.plan
     if plan is not None and not plan.possible:
-        on_gpus = isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu)
+        on_gpus = isinstance(plan.reasons[0], TooFewGpus | TooFewCores | NoSuchGpu)
         found["gpus" if on_gpus else "offload.mode"] = f"{plan.reason_texts[0]}."
     return found
 
