@@ -79,7 +79,7 @@ def _check_checkpoints(context: CheckContext) -> Findings:
     folder = next((parent for parent in (path, *path.parents) if exists(parent)), Path("/"))
     with suppress(OSError):
         free = shutil.disk_usage(folder).free
-        needed = context.plan.disk_peak_bytes if context.plan else 0
+        needed = context.plan.least_disk_bytes if context.plan else 0
         if needed > free:
             yield finding(
                 "no-room-for-checkpoints",

@@ -29,6 +29,7 @@ from so_tui.plan.notes import (
     OneMemory,
     Remedy,
     SavesBehind,
+    SavesEvery,
     StepsEarly,
     TokensReached,
     WeightsOnHost,
@@ -38,6 +39,7 @@ from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import as_read, attention_of, rank_counts
+from so_tui.plan.saving import affordable_minutes, checkpoint_cost_s, with_wanted_saving
 from so_tui.plan.search import (
     best_settings,
     decided_settings,
@@ -69,7 +71,7 @@ def make_plan(
             else full sequences.
         probed: Whether probes of this model on this machine correct the prediction.
     """
-    spec = as_read(spec, machine)
+    spec = with_wanted_saving(as_read(spec, machine))
     target = target_of(spec, machine, workload=workload, probed=probed)
     found = decided_settings(spec, target)
     decided: list[Choice] = [*found.why]
@@ -85,7 +87,7 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
     Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen.
     Tokens of a step and sequence length stay.
     """
-    wanted = as_read(spec, machine)
+    wanted = with_wanted_saving(as_read(spec, machine))
     plan, chosen = _recommended(wanted, machine)
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)
@@ -239,6 +241,7 @@ def _plan(
         shm_bytes=demand.shm_bytes,
         disk_bytes=found.disk_bytes,
         disk_peak_bytes=spec.checkpoint.most_at_once * found.disk_bytes,
+        checkpoint_cost_s=checkpoint_cost_s(found),
         breakdown=tuple(
             replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
             for term in found.terms
@@ -288,6 +291,10 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
             why_none=_why_none(found),
             held_back_step_s=held_back.total_s if held_back else None,
         )
+    if spec.checkpoint.every_minutes and not spec.fixes("checkpoint.every_minutes"):
+        cost_s, usual = checkpoint_cost_s(found), spec.checkpoint.every_minutes
+        minutes = affordable_minutes(spec, cost_s)
+        yield SavesEvery(minutes=minutes, usual_minutes=usual, cost_s=cost_s)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if found.spec.model.tiles_mlp:
@@ -338,7 +345,9 @@ def _resolved(found: Assessment) -> RunSpec:
     to choose.
     """
     spec, resources = found.spec, found.target.resources
-    spec = with_policy(spec, spec.model.policy)
+    spec = with_policy(spec, spec.model.policy).changed(
+        "checkpoint", every_minutes=affordable_minutes(spec, checkpoint_cost_s(found))
+    )
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     whole = whole_gpus(resources.machine)[: spec.gpus]
