@@ -373,8 +373,7 @@ def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
     )
     if checkpoint.repeats and (keep := next(fewer, 0)):
         ways.append(f"set checkpoint.keep={keep}")
-    at_end = checkpoint.at_end or checkpoint.export
-    if checkpoint.repeats and at_end and plan.disk_bytes <= free_bytes:
+    if checkpoint.repeats and checkpoint.saves_at_end and plan.disk_bytes <= free_bytes:
         keys = [key for key in ("every_minutes", "every_steps") if getattr(checkpoint, key)]
         zeros = " and ".join(f"checkpoint.{key}=0" for key in keys)
         ways.append(f"save only at the end with {zeros}")

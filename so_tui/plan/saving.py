@@ -58,7 +58,7 @@ def saving_text(plan: Plan) -> str:
     """
     checkpoint = plan.spec.checkpoint
     if not checkpoint.repeats:
-        return "nothing is saved" + (" before the end" if checkpoint.saves else "")
+        return "nothing is saved" + (" before the end" if checkpoint.saves_at_end else "")
     steps, minutes = checkpoint.every_steps, checkpoint.every_minutes
     by_steps = f"every {plural(steps, 'step')}" if steps > 1 else "every step" if steps else ""
     when = " and ".join(filter(None, (by_steps, f"every {interval(minutes)}" if minutes else "")))

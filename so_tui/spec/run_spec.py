@@ -103,8 +103,13 @@ class CheckpointSpec(_Section, frozen=True):
 
     @property
     def saves(self) -> bool:
-        """Whether any checkpoint is saved without a request; an export needs one at the end."""
-        return self.repeats or self.at_end or self.export
+        """Whether any checkpoint is saved without a request."""
+        return self.repeats or self.saves_at_end
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether a checkpoint is saved at the end; an export needs one."""
+        return self.at_end or self.export
 
     @property
     def most_at_once(self) -> int:

@@ -10,10 +10,13 @@ from so_tui.plan.notes import SavesEvery
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.saving import DISK_BYTES_PER_S, MOST_SHARE, may_lose_much, saving_text
+from so_tui.plan.show import render_plan
 from so_tui.spec import RunSpec, find_preset
 from so_tui.spec.merge import with_values
+from so_tui.ui.plan_view import launch_facts
+from so_tui.ui.text import in_rows
 from tests.support.machines import x86
-from tests.support.planning import facts_of, only, planned
+from tests.support.planning import facts_of, only, planned, shown
 
 ROOMY = x86("NVIDIA H200", cores=32, memory_mib=1024 * 1024)
 ON_HOST = {"gpus": "1", "offload__mode": "superoffload", "offload__ratio": "0.9"}
@@ -117,3 +120,14 @@ def test_a_long_run_that_saves_nothing_is_warned_of(
     plan = plan_of(checkpoint__every_minutes="0", **changes)
     assert (saving_text(plan), may_lose_much(plan)) == (text, warns)
     assert not may_lose_much(plan_of(**changes | {"checkpoint__every_minutes": "30"}))
+
+
+@pytest.mark.parametrize("given", [{}, {"checkpoint__every_minutes": "0", "train__steps": "9000"}])
+def test_plan_and_launch_question_say_it(given: dict[str, str]) -> None:
+    """In a warning's colour where it is one."""
+    plan = plan_of(**given)
+    assert saving_text(plan) in shown(render_plan(plan, ROOMY), 100)
+    question = in_rows(launch_facts(plan))
+    assert saving_text(plan) in question.plain
+    marked = {question.plain[span.start : span.end]: span.style for span in question.spans}
+    assert (marked.get(saving_text(plan)) == "$warning") == may_lose_much(plan) == bool(given)

@@ -289,7 +289,7 @@ class Loop:
             self.recorder.phase("saving", f"checkpoint of step {thousands(self._saving.step)}")
             self._record_saved(self._saving.wait())
         self.metrics.check()
-        if self.spec.checkpoint.at_end or self.spec.checkpoint.export or self._due_step is not None:
+        if self.spec.checkpoint.saves_at_end or self._due_step is not None:
             self.save()
         return Outcome(
             state="finished" if self.step >= self.total_steps else "stopped",
