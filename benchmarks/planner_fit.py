@@ -106,7 +106,8 @@ def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
     # Rows say what differs from the defaults, and some have changed since: these are the ones of
     # that time.
-    spec = with_values(check_tree(row["spec"]), row.get("defaults", {}))
+    then = {"checkpoint.every_minutes": "0"} | row.get("defaults", {})
+    spec = with_values(check_tree(row["spec"]), then)
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     measured = msgspec.convert(row["measured"], LoadMeasured)
     obsolete = dict.fromkeys(row.get("since_changed", ()), 0)

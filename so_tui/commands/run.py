@@ -131,6 +131,7 @@ def run(arguments: Namespace) -> int:
             begins=lambda check: print_note(f"so-tui: checking {CHECKS[check]} …", stderr=True),
         )
         _report_warnings(warnings)
+    _report_saving(launch)
     return _show(_start(launch, arguments), arguments, owner=True)
 
 
@@ -204,6 +205,13 @@ def _report_warnings(warnings: Iterable[object]) -> None:
         print_note(f"so-tui: warning: {warning}", stderr=True)
 
 
+def _report_saving(launch: Launch) -> None:
+    from so_tui.plan.saving import may_lose_much, saving_text
+
+    warning = "warning: " if may_lose_much(launch.plan) else ""
+    print_note(f"so-tui: {warning}{saving_text(launch.plan)}", stderr=True)
+
+
 def resume(arguments: Namespace) -> int:
     """Start another attempt of a run from its last checkpoint, with changed settings if some are
     given.
@@ -226,6 +234,7 @@ def resume(arguments: Namespace) -> int:
         assume_dead=arguments.assume_dead,
     )
     _report_warnings(launch.plan.replaced_texts)
+    _report_saving(launch)
     resume_run(target, launch)
     return _show(target, arguments, owner=True)
 

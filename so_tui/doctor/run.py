@@ -79,7 +79,7 @@ def _check_checkpoints(context: CheckContext) -> Findings:
     folder = next((parent for parent in (path, *path.parents) if exists(parent)), Path("/"))
     with suppress(OSError):
         free = shutil.disk_usage(folder).free
-        needed = context.plan.disk_peak_bytes if context.plan else 0
+        needed = context.plan.least_disk_bytes if context.plan else 0
         if needed > free:
             yield finding(
                 "no-room-for-checkpoints",
@@ -138,7 +138,7 @@ def _check_job_time(context: CheckContext) -> Findings:
     evidence = f"SLURM_JOB_END_TIME: {duration(left_s)} left"
     if plan and plan.step_s and (run_s := plan.spec.train.steps * plan.step_s) > left_s:
         yield finding(
-            "job-too-short" if plan.spec.checkpoint.every_steps else "job-too-short-to-save",
+            "job-too-short" if plan.spec.checkpoint.repeats else "job-too-short-to-save",
             f"{evidence}; {plan.spec.train.steps} steps of {plan.step_s:.2f} s (predicted) take "
             f"{duration(run_s)}",
         )

@@ -26,7 +26,9 @@ from so_tui.launch.supervisor.samples import GpuSampler
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
+from so_tui.plan.notes import OneCheckpointKept
 from so_tui.plan.plan import Launch, Plan
+from so_tui.runs.directory import RunDirectory, checkpoint_folders, checkpoints_folder
 from so_tui.spec import (
     InputError,
     ModelSpec,
@@ -67,7 +69,7 @@ def preflight(
     begins: Callable[[Check], object] = lambda _: None,
 ) -> tuple[Launch, tuple[str, ...]]:
     """Check everything that can be known before the start. Return the launch with how long that
-    took, and warnings.
+    took, and with as many checkpoints as fit on the disk, and warnings.
 
     Model, tokenizer and data need a helper process. Of a run that starts elsewhere, only files and
     disk are checked: this host may lack the training packages.
@@ -89,6 +91,7 @@ def preflight(
         checks_elsewhere(launch, runs_dir=runs_dir)
         warnings = tuple(f"left out: {problem}" for problem in left_out_profiles(launch.spec.slurm))
     else:
+        launch = keeping_what_fits(launch, runs_dir=runs_dir)
         warnings = quick_checks(launch, runs_dir=runs_dir)
         if not launch.forced:
             begins("machine")
@@ -161,7 +164,9 @@ def quick_checks(
     _refuse(_gpus_in_use(launch))
     if not launch.forced:
         _refuse_missing_compiler(launch)
-        _refuse(_lacking_space(plan, saved, runs_dir, shared_memory=True), forceable=True)
+    refuse_full_disk(launch, saved=saved, runs_dir=runs_dir)
+    if not launch.forced:
+        _refuse(_lacking_shared_memory(plan), forceable=True)
     return _other_users(launch)
 
 
@@ -179,8 +184,7 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = 
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
     _refuse_code_unheard_of(launch.spec.model)
-    if not launch.forced:
-        _refuse(_lacking_space(launch.plan, saved, runs_dir, shared_memory=False), forceable=True)
+    refuse_full_disk(launch, saved=saved, runs_dir=runs_dir)
 
 
 def _refuse_code_unheard_of(model: ModelSpec) -> None:
@@ -292,10 +296,92 @@ def _gpus_in_use(launch: Launch) -> Iterator[Refusal]:
             )
 
 
-def _lacking_space(
-    plan: Plan, saved: int, runs_dir: Path | None, *, shared_memory: bool
-) -> Iterator[Refusal]:
-    """Yield where the plan's checkpoints or shared memory do not fit now."""
+def keeping_what_fits(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> Launch:
+    """Return the launch with one checkpoint kept, and a warning in its plan, where the disk has no
+    room for more while the next one is written. What a person set stays.
+
+    Args:
+        launch: What is to start.
+        saved: Checkpoints of the run that are on the disk already.
+        runs_dir: Folder of runs; of a run that is resumed, its own.
+
+    Raises:
+        InputError: The folder of checkpoints cannot be written (``not-writable``).
+    """
+    plan, keep = launch.plan, launch.spec.checkpoint.keep
+    if keep == 1 or not plan.spec.checkpoint.repeats or plan.spec.fixes("checkpoint.keep"):
+        return launch
+    folder, free_bytes = _disk_of_checkpoints(plan, runs_dir)
+    needed_bytes = _new_checkpoints(plan, keep, saved) * plan.disk_bytes
+    if not _new_checkpoints(plan, 1, saved) * plan.disk_bytes <= free_bytes < needed_bytes:
+        return launch
+    warning = OneCheckpointKept(
+        folder=str(folder), free_bytes=free_bytes, needed_bytes=needed_bytes, kept=keep
+    )
+    plan = replace(
+        plan,
+        spec=plan.spec.changed("checkpoint", keep=1),
+        disk_peak_bytes=2 * plan.disk_bytes,
+        warnings=(*plan.warnings, warning),
+    )
+    return replace(launch, plan=plan)
+
+
+def saved_checkpoints(run: RunDirectory, launch: Launch) -> int:
+    """Return how many checkpoints a run has that the launch continues from."""
+    folder = checkpoints_folder(run, launch.spec)
+    return 0 if launch.start_over else len(checkpoint_folders(folder))
+
+
+def refuse_full_disk(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> None:
+    """Refuse a launch, unless it is forced, whose records or checkpoints do not fit on the disk
+    even if one checkpoint is kept. Arguments and errors as of ``keeping_what_fits``.
+
+    Raises:
+        Refused: With the code ``disk-too-small``, forceable.
+    """
+    if not launch.forced:
+        launch = keeping_what_fits(launch, saved=saved, runs_dir=runs_dir)
+        _refuse(_lacking_disk(launch.plan, saved, runs_dir), forceable=True)
+
+
+def _disk_of_checkpoints(plan: Plan, runs_dir: Path | None) -> tuple[Path, int]:
+    """Return the folder of the checkpoints, or its nearest parent that exists, and its free
+    bytes.
+    """
+    field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
+    folder = writable(Path(plan.spec.checkpoint.folder or runs_dir or default_runs_dir()), field)
+    return folder, shutil.disk_usage(folder).free
+
+
+def _new_checkpoints(plan: Plan, keep: int, saved: int) -> int:
+    """Return how many checkpoints need room: those of a resumed run have theirs, and a new one is
+    written before one is removed.
+    """
+    most = replace(plan.spec.checkpoint, keep=keep).most_at_once
+    return max(min(1, most), most - saved)
+
+
+def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
+    """Say what makes the checkpoints fit."""
+    checkpoint = plan.spec.checkpoint
+    ways = ["Free space", "set checkpoint.folder to a larger disk"]
+    fewer = (
+        keep
+        for keep in range(checkpoint.keep - 1, 0, -1)
+        if _new_checkpoints(plan, keep, saved) * plan.disk_bytes <= free_bytes
+    )
+    if checkpoint.repeats and (keep := next(fewer, 0)):
+        ways.append(f"set checkpoint.keep={keep}")
+    if checkpoint.repeats and checkpoint.saves_at_end and plan.disk_bytes <= free_bytes:
+        keys = [key for key in ("every_minutes", "every_steps") if getattr(checkpoint, key)]
+        zeros = " and ".join(f"checkpoint.{key}=0" for key in keys)
+        ways.append(f"save only at the end with {zeros}")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+
+def _lacking_disk(plan: Plan, saved: int, runs_dir: Path | None) -> Iterator[Refusal]:
+    """Yield where the plan's records or checkpoints do not fit now."""
     runs_dir = runs_dir or default_runs_dir()
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
     if free_bytes < _RECORDS_BYTES:
@@ -305,31 +391,26 @@ def _lacking_space(
             f"{disk_size(free_bytes)} free. Free space there, or choose another folder with "
             "--runs-dir",
         )
-    field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
-    folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
-    most = plan.spec.checkpoint.most_at_once
-    copies = max(
-        min(1, most), most - saved
-    )  # those of a resumed run have their place, and a new one is written before one is removed
-    needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
+    folder, free_bytes = _disk_of_checkpoints(plan, runs_dir)
+    copies = _new_checkpoints(plan, plan.spec.checkpoint.keep, saved)
+    needed_bytes = copies * plan.disk_bytes
     if needed_bytes > free_bytes:
         noun = (
             f"1 checkpoint of {disk_size(plan.disk_bytes)} needs"
             if copies == 1
-            else f"{copies} checkpoints need"
+            else f"{copies} checkpoints of {disk_size(plan.disk_bytes)} need"
         )
         yield Refusal(
             "disk-too-small",
             f"{noun} {disk_size(needed_bytes)}, and {folder} has {disk_size(free_bytes)} free. "
-            "Free space, set checkpoint.folder, or lower checkpoint.keep",
+            f"{_disk_remedy(plan, saved, free_bytes)}",
         )
+
+
+def _lacking_shared_memory(plan: Plan) -> Iterator[Refusal]:
+    """Yield that the plan's shared memory does not fit now."""
     shm = Path("/dev/shm")
-    if (
-        shared_memory
-        and plan.shm_bytes
-        and shm.is_dir()
-        and plan.shm_bytes > (free := shutil.disk_usage(shm).free)
-    ):
+    if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         yield Refusal(
             "shared-memory-too-small",
             f"/dev/shm has {memory_size(free)} free, and the run needs "

@@ -15,6 +15,7 @@ import time
 from msgspec import Struct
 from msgspec.structs import replace
 
+from so_tui.launch.checks import keeping_what_fits, refuse_full_disk, saved_checkpoints
 from so_tui.launch.command import log_line
 from so_tui.launch.launch import prepare_again, prepare_resume, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
@@ -243,6 +244,9 @@ def supervise_in_job(run: RunDirectory, attempt: int, digest: str | None = None)
         submitted = read_launch(run, attempt, digest, node=written)
         try:
             launch = _planned_here(submitted, machine, nodes.node)
+            saved = saved_checkpoints(run, launch)
+            refuse_full_disk(launch, saved=saved, runs_dir=run.path)
+            launch = keeping_what_fits(launch, saved=saved, runs_dir=run.path)
             made = write_launch(run, attempt, launch, nodes.node)
         except SoTuiError as error:
             print(error, file=sys.stderr, flush=True)

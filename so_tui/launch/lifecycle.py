@@ -18,7 +18,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from so_tui.launch import DEFAULT_GRACE_S
-from so_tui.launch.checks import checks_elsewhere, quick_checks
+from so_tui.launch.checks import (
+    checks_elsewhere,
+    keeping_what_fits,
+    quick_checks,
+    saved_checkpoints,
+)
 from so_tui.launch.executors import (
     ensure_supervised,
     executor_of,
@@ -41,8 +46,6 @@ from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
 from so_tui.runs.directory import (
     RunDirectory,
-    checkpoint_folders,
-    checkpoints_folder,
     new_attempt,
     own_run,
 )
@@ -252,6 +255,8 @@ def start(
     """
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
+    if executor.here:
+        launch = keeping_what_fits(launch, runs_dir=runs_dir)
     run = create_run(launch.spec, runs_dir, called=launch.called)
     with own_run(run) as own:
         try:
@@ -284,12 +289,10 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     with own_run(run) as own:
         ended_state(own, assume_dead=launch.assume_dead)
         executor = executor or executor_of(launch.spec)
-        saved = (
-            0
-            if launch.start_over
-            else len(checkpoint_folders(checkpoints_folder(own, launch.spec)))
-        )
+        saved = saved_checkpoints(own, launch)
         _check(launch, executor, saved=saved, runs_dir=run.path)
+        if executor.here:
+            launch = keeping_what_fits(launch, saved=saved, runs_dir=run.path)
         for action in run_state.ACTIONS:
             run_state.clear(own, action)
         attempt = new_attempt(own)

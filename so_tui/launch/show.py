@@ -15,7 +15,7 @@ from so_tui.launch.executors import executor_of
 from so_tui.machine import cpu_ranges
 from so_tui.plan.binding import deepspeed_text
 from so_tui.plan.plan import Binding, DeepSpeedBinding, Launch, MemoryPolicy, Variable
-from so_tui.plan.show import plan_tree
+from so_tui.plan.show import plan_tree, render_saving
 from so_tui.trust.decoding import Tree
 from so_tui.trust.text import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
@@ -68,6 +68,7 @@ def render_launch(launch: Launch) -> RenderableType:
     overridden = overrides(launch.ds_config)
     return Group(
         Text.assemble((f"{sign} {plan.verdict}", style), label),
+        Text.assemble("  ", render_saving(plan)),
         *notes,
         Text(),
         _binding(plan.binding),

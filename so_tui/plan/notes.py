@@ -17,12 +17,13 @@ from msgspec import Struct
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Network
 from so_tui.plan.rates import ALIKE, network_rate_text
+from so_tui.plan.saving import interval, share_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
 from so_tui.spec.data_notes import Found, sentences
 from so_tui.spec.errors import Problem
 from so_tui.spec.run_spec import Mode, Policy, StatesFormat
 from so_tui.trust.text import printable_line
-from so_tui.units import duration, memory_size, plural, thousands
+from so_tui.units import disk_size, duration, memory_size, plural, thousands
 
 
 def _code(name: str) -> str:
@@ -73,6 +74,7 @@ _WORDING = _Wording()
 _UNITS: dict[str, Callable[[Any], str]] = {
     "memory": lambda size: memory_size(size),  # in the units that the process shows
     "gb": lambda size: f"{size / 1e9:.0f} GB",
+    "disk": disk_size,
     "millions": lambda number: f"{number / 1e6:.1f} M",
     "billions": lambda number: f"{number / 1e9:.1f} B",
     "thousands": thousands,
@@ -789,6 +791,30 @@ class StepsEarly(Fact):
         )
 
 
+class SavesEvery(Fact):
+    """How often checkpoints are saved where no person said it."""
+
+    minutes: float
+    usual_minutes: float
+    """What would be the interval if it did not cost too much."""
+    cost_s: float
+    """Of training, for each of them."""
+
+    @property
+    def words(self) -> str:
+        share = share_text(self.cost_s / (60 * self.minutes))
+        if self.minutes == self.usual_minutes:
+            return (
+                f"checkpoints: one every {interval(self.minutes)} by default; each costs about "
+                f"{{cost_s:duration}} of training, {share} of the time"
+            )
+        return (
+            f"checkpoints: one every {interval(self.minutes)} instead of every "
+            f"{interval(self.usual_minutes)}; each costs about {{cost_s:duration}} of training, so "
+            f"that is {share} of the time"
+        )
+
+
 class SavesBehind(Fact):
     """Checkpoints are written while training goes on."""
 
@@ -937,6 +963,7 @@ Choice = (
     | TokensReached
     | OneMemory
     | StepsEarly
+    | SavesEvery
     | SavesBehind
     | MlpTiled
     | InputsOnHost
@@ -1150,6 +1177,22 @@ class SlowWithoutGpu(Fact):
     words = "{parameters:billions} parameters without a GPU: one step may take hours"
 
 
+class OneCheckpointKept(Fact):
+    """The disk holds two checkpoints and no more, so the older one goes once a new one is valid."""
+
+    folder: str
+    free_bytes: int
+    needed_bytes: int
+    """For as many as are kept otherwise, and one more while it is written."""
+    kept: int
+    """How many that is."""
+
+    words = (
+        "one checkpoint is kept instead of {kept}: {folder:line} has {free_bytes:disk} free, and "
+        "{kept} and the one being written would need {needed_bytes:disk}"
+    )
+
+
 class PackingOff(Fact):
     """Each document is a sequence of its own, and attention takes a mask, so that padding is
     computed.
@@ -1250,6 +1293,7 @@ Caution = (
     | Note
     | DataFound
     | MoreGpusKeepMargin
+    | OneCheckpointKept
 )
 
 Reason = Blocker | Need | Remedy | Choice

@@ -164,6 +164,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """One checkpoint, with the export where one is asked for."""
     disk_peak_bytes: int = 0
     """Most that the run occupies: the checkpoints it retains, and the one being written."""
+    checkpoint_cost_s: float | None = None
+    """Seconds of training that one checkpoint costs; None in plans of earlier versions."""
     breakdown: tuple[MemoryTerm, ...]
     step: StepTime | None
     """None where this machine's speed is not known."""
@@ -195,6 +197,18 @@ class Plan(Struct, frozen=True, kw_only=True):
     def never_run(self) -> bool:
         """Whether it is for a kind of GPU on which the project has run nothing."""
         return any(isinstance(warning, NeverRun) for warning in self.warnings)
+
+    @property
+    def least_disk_bytes(self) -> int:
+        """``disk_peak_bytes`` of a run that keeps one checkpoint, unless a person said how many."""
+        if self.spec.fixes("checkpoint.keep"):
+            return self.disk_peak_bytes
+        return min(2 * self.disk_bytes, self.disk_peak_bytes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint, without an export."""
+        return sum(term.bytes for term in self.breakdown if term.kind == "checkpoint")
 
     @property
     def step_error_text(self) -> str:

@@ -32,6 +32,7 @@ from so_tui.plan.notes import (
     OneMemory,
     Remedy,
     SavesBehind,
+    SavesEvery,
     SettingsReplaced,
     StepsEarly,
     TokensReached,
@@ -42,6 +43,7 @@ from so_tui.plan.rates import Speed, SpeedSource, clearly_faster, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import as_read, attention_of, rank_counts
+from so_tui.plan.saving import affordable_minutes, checkpoint_cost_s, with_wanted_saving
 from so_tui.plan.search import (
     SEARCHED,
     VERDICTS,
@@ -83,7 +85,7 @@ def make_plan(
             else full sequences.
         probed: Whether probes of this model on this machine correct the prediction.
     """
-    spec = as_read(spec, machine)
+    spec = with_wanted_saving(as_read(spec, machine))
     target = target_of(spec, machine, workload=workload, probed=probed)
     found = decided_settings(spec, target)
     decided: list[Choice] = [*found.why]
@@ -139,7 +141,7 @@ def left_open(spec: RunSpec) -> RunSpec:
     """Return the spec as a search begins with it: what the machine decides is as if nobody had ever
     said anything of it.
     """
-    shared = spec.train.sequence_parallel
+    spec, shared = with_wanted_saving(spec), spec.train.sequence_parallel
     if shared > 1 and not spec.fixes("train.sequence_parallel"):
         each, rest = divmod(spec.train.gradient_accumulation, shared)
         if not rest:  # the sequences of a step stay
@@ -382,6 +384,7 @@ def _plan(
         shm_bytes=demand.shm_bytes,
         disk_bytes=found.disk_bytes,
         disk_peak_bytes=spec.checkpoint.most_at_once * found.disk_bytes,
+        checkpoint_cost_s=checkpoint_cost_s(found),
         breakdown=tuple(
             replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
             for term in found.terms
@@ -390,7 +393,7 @@ def _plan(
         step_s=step.total_s if step else None,
         tokens_per_step=tokens,
         binding=resources.bindings(found.mode),
-        spec=with_policy(found.spec, found.spec.model.policy),
+        spec=_resolved(found),
         **predicted,
     )
 
@@ -431,6 +434,10 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
             why_none=_why_none(found),
             held_back_step_s=held_back.total_s if held_back else None,
         )
+    if spec.checkpoint.every_minutes and not spec.fixes("checkpoint.every_minutes"):
+        cost_s, usual = checkpoint_cost_s(found), spec.checkpoint.every_minutes
+        minutes = affordable_minutes(spec, cost_s)
+        yield SavesEvery(minutes=minutes, usual_minutes=usual, cost_s=cost_s)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if found.spec.model.tiles_mlp:
@@ -474,3 +481,10 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     given = found.spec.offload.speculation_gib * 2**30
     numels = (group.numel for group in found.placement.layout.cpu_groups)
     return "budget" if 0 < given < second_states_bytes(found.spec) * min(numels) else "memory"
+
+
+def _resolved(found: Assessment) -> RunSpec:
+    """Return the spec as it will run, with nothing left to choose."""
+    spec = with_policy(found.spec, found.spec.model.policy)
+    minutes = affordable_minutes(spec, checkpoint_cost_s(found))
+    return spec.changed("checkpoint", every_minutes=minutes)

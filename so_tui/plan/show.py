@@ -19,6 +19,7 @@ from so_tui.plan.binding import deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
+from so_tui.plan.saving import may_lose_much, saving_text
 from so_tui.plan.search import SEARCHED
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
@@ -242,11 +243,17 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
             size = disk_size if location == "disk" else memory_size
             total = sum(term.bytes for term in terms)
             parts += [Text(), _heading(title, total, capacity, size), _terms(terms, size)]
+    parts += [Text(), render_saving(plan)]
     marks = "= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured"
     parts += [Text(), Text(marks, style="dim"), Text(), _step(plan)]
     if plan.binding:
         parts += [Text(), _binding(plan)]
     return Group(*parts)
+
+
+def render_saving(plan: Plan) -> Text:
+    """Render how often checkpoints are saved."""
+    return Text(saving_text(plan), style="yellow" if may_lose_much(plan) else "")
 
 
 def render_comparison(

@@ -66,7 +66,7 @@ def as_published(spec: RunSpec) -> RunSpec:
     on all GPUs together, with HF's own kernels, and never read their arguments for learning rate,
     warm-up and weight decay. Their rows are plain text, filled up to the sequence length, and all
     of that is trained. Model, source of the data, length of the run and number of GPUs stay.
-    Nothing is left to the machine.
+    Nothing is left to the machine, and nothing saved by default before the end.
 
     Raises:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
@@ -125,6 +125,9 @@ def as_published(spec: RunSpec) -> RunSpec:
             spec.model, activation_checkpointing="full", kernels="plain", attention=attention
         ),
         data=data,
+        checkpoint=spec.checkpoint
+        if spec.fixes("checkpoint.every_minutes")
+        else replace(spec.checkpoint, every_minutes=0.0),
     )
 
 

@@ -53,11 +53,13 @@ class CheckpointSpec(_Section, frozen=True):
         Meta(
             ge=0,
             description=(
-                "Time between checkpoints, by the clock of rank 0; 0 disables saving by time."
+                "Time between checkpoints, by the clock of rank 0; 0 disables saving by time. The "
+                "default becomes longer where saving would cost more than 2 % of the time, and 0 "
+                "with `every_steps` and in benchmarks."
             ),
             extra={"unit": "minutes"},
         ),
-    ] = 0.0
+    ] = 30.0
     background: Annotated[
         bool,
         Meta(
@@ -76,7 +78,16 @@ class CheckpointSpec(_Section, frozen=True):
     at_end: Annotated[
         bool, Meta(description="Save a checkpoint when the run finishes or is stopped.")
     ] = True
-    keep: Annotated[int, Meta(ge=1, description="Number of newest checkpoints to keep.")] = 2
+    keep: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Number of newest checkpoints to keep. The default becomes 1 where the disk has no "
+                "room for one more while it is written."
+            ),
+        ),
+    ] = 2
     folder: Annotated[
         str,
         Meta(description="Folder for checkpoints; if empty, `checkpoints/` in the run directory."),
@@ -92,8 +103,13 @@ class CheckpointSpec(_Section, frozen=True):
 
     @property
     def saves(self) -> bool:
-        """Whether any checkpoint is saved without a request; an export needs one at the end."""
-        return self.repeats or self.at_end or self.export
+        """Whether any checkpoint is saved without a request."""
+        return self.repeats or self.saves_at_end
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether a checkpoint is saved at the end; an export needs one."""
+        return self.at_end or self.export
 
     @property
     def most_at_once(self) -> int:

@@ -9,8 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, in_rows, shorten, wrapped
-from so_tui.units import disk_size as disk
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, wrapped
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
 
@@ -174,12 +173,17 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
         note = next((text for text in TOO_MUCH if room >= LEAST_BAR + len(text)), "")
     bar = min(MOST_BAR, max(LEAST_BAR, room - len(note)))
     lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
-    sizes = [
-        ("/dev/shm", plan.shm_bytes, memory(plan.shm_bytes)),
-        ("checkpoint", plan.disk_bytes, f"{disk(plan.disk_bytes)} on disk"),
-    ]
-    rest = [_labelled(name, text) for name, size, text in sizes if size]
-    return [*lines, *([Content("     ").join(rest)] if width >= 70 else rest)]
+    if plan.shm_bytes:
+        lines.append(_labelled("/dev/shm", memory(plan.shm_bytes)))
+    return [*lines, *_saving_lines(plan, width)]
+
+
+def _saving_lines(plan: Plan, width: int) -> list[Content]:
+    """Return how often checkpoints are saved, and what they cost."""
+    from so_tui.plan.saving import may_lose_much, saving_text
+
+    words = Content.styled(saving_text(plan), "$warning" if may_lose_much(plan) else "")
+    return hanging(_labelled("disk", ""), words, width)
 
 
 def _labelled(name: str, text: Content | str) -> Content:

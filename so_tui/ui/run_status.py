@@ -5,14 +5,16 @@ functions from a snapshot to content.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
+from so_tui.plan.saving import may_lose_much, saving_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
+from so_tui.spec.run_spec import CheckpointSpec
 from so_tui.trust.text import brief_line, brief_message
 from so_tui.ui.lines import NEARLY_FULL, Piece, Pieces, fill_pieces, legend, stacked, step_parts
 from so_tui.ui.snapshot import GpuView, Snapshot
@@ -127,6 +129,8 @@ SIGNS = {
     "failed": ("✗", "$error"),
     "lost": ("✗", "$error"),
 }
+LEAST_BAR = 8
+"""Cells of the bar of a run's progress; words give way to it."""
 LEAST_STEP_BAR = 12
 """Cells of the bar of a step's parts; names give way to it."""
 STALE_S = 8.0
@@ -159,33 +163,103 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     step = snapshot.latest.step if snapshot.latest else state.step
     if total:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
-    tail = _tail(snapshot, state, total - step, now)
     free = width - _cells(line) - 12
-    rest: Pieces
-    while (
-        room := free - _cells(rest := [piece for pieces in tail for piece in ("  ", *pieces)][1:])
-    ) < 8 and tail:
-        tail.pop()
-    if total and room >= 8:
+    for tail in _tails(snapshot, state, step, total, now):
+        rest = [piece for pieces in tail for piece in ("  ", *pieces)][1:]
+        if (room := free - _cells(rest)) >= LEAST_BAR:
+            break
+    if total and room >= LEAST_BAR:
         bar = fill_pieces(step / total, min(40, room), "$accent")
         line += ["  ", *bar, f" {100 * step / total:3.0f} %"]
     return Content.assemble(*line, "  ", *rest)
 
 
-def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> list[Pieces]:
-    """Return the time left (or that it stops, or its duration), then the last checkpoint."""
-    tail: list[Pieces] = []
+def _tails(
+    snapshot: Snapshot, state: RunState, step: int, total: int, now: float
+) -> Iterator[list[Pieces]]:
+    """Yield the time left (or that it stops, or its duration) with what was saved and when it is
+    next, in fewer and fewer words.
+    """
     times = [record.step_s for record in snapshot.recent]
+    step_s = statistics.median(times) if times else None
+    begin: list[Pieces] = []
     if snapshot.live and snapshot.stop_asked:
-        tail.append([("asked to stop", "$warning")])
-    elif snapshot.training and steps_left > 0 and times:
-        tail.append([("left ", "$faint"), duration(steps_left * statistics.median(times))])
+        begin.append([("asked to stop", "$warning")])
+    elif snapshot.training and total > step and step_s:
+        begin.append([("left ", "$faint"), duration((total - step) * step_s)])
     elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
-        tail.append([("took ", "$faint"), duration(state.took_s)])
-    if snapshot.events.checkpoints and not snapshot.deleted:
+        begin.append([("took ", "$faint"), duration(state.took_s)])
+    if not snapshot.deleted:
+        for saving in _saving(snapshot, state, step, total, step_s, now):
+            yield [*begin, saving]
+    yield begin
+    yield []
+
+
+def _saving(
+    snapshot: Snapshot, state: RunState, step: int, total: int, step_s: float | None, now: float
+) -> Iterator[Pieces]:
+    """Yield which step was saved last, when the next one is due, and how often, in fewer and fewer
+    words.
+    """
+    saved: Pieces = []
+    if snapshot.events.checkpoints:
         last = snapshot.events.checkpoints[-1]
-        tail.append([("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"])
-    return tail
+        saved = [("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"]
+    plan = snapshot.plan
+    if plan is None or not snapshot.live or snapshot.stop_asked:
+        if saved:
+            yield saved
+        return
+    words = saving_text(plan)
+    if not plan.spec.checkpoint.repeats and not saved:
+        style = "$warning" if may_lose_much(plan) else "$faint"
+        yield [(words, style)]
+        if may_lose_much(plan):
+            yield [("nothing saved", style)]
+        return
+    due_s = _next_save_s(snapshot, plan.spec.checkpoint, state.attempt, step, step_s, now)
+    left_s = (total - step) * step_s if step_s and total else None
+    if due_s is None or (left_s is not None and due_s > left_s):
+        soon = "at the end" if plan.spec.checkpoint.saves_at_end else ""
+    else:
+        soon = f"in {age(due_s)}" if due_s > 0 else "now"
+    if saved and soon:
+        yield [*saved, (", next ", "$faint"), soon, (f"; {words}", "$faint")]
+        yield [*saved, (", next ", "$faint"), soon]
+    elif soon:
+        yield [(f"{words}, first ", "$faint"), soon]
+        yield [("saves ", "$faint"), soon]
+    if saved:
+        yield saved
+
+
+def _next_save_s(
+    snapshot: Snapshot,
+    checkpoint: CheckpointSpec,
+    attempt: int,
+    step: int,
+    step_s: float | None,
+    now: float,
+) -> float | None:
+    """Return in how many seconds the next checkpoint is due; None where that is at the end, or not
+    known yet.
+    """
+    due: list[float] = []
+    if checkpoint.every_steps and step_s:
+        due.append((checkpoint.every_steps - step % checkpoint.every_steps) * step_s)
+    began = None
+    for phase in reversed(snapshot.events.phases if checkpoint.every_minutes else ()):
+        if phase.attempt != attempt or phase.phase == "loading":
+            break
+        began = phase.time
+        if phase.phase == "saving":  # restarts the interval
+            break
+    if began is not None:
+        if (saved := snapshot.events.checkpoints) and saved[-1].attempt == attempt:
+            began = max(began, saved[-1].time - saved[-1].seconds)
+        due.append(began + 60 * checkpoint.every_minutes - now)
+    return min(due, default=None)
 
 
 def news(snapshot: Snapshot) -> Sequence[Piece]:

@@ -58,12 +58,12 @@ def test_memory_that_others_hold(tmp_path: Path) -> None:
 def test_room_for_checkpoints(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     absent = tmp_path / "runs" / "not yet there"
-    too_large = found(healthy(), plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent)
+    too_large = found(healthy(), plan=Needs(least_disk_bytes=free * 2), checkpoints=absent)
     in_memory = ("", IN_MEMORY)  # where the tests' folder is one in memory
     assert brief(too_large[:1]) == "blocks no-room-for-checkpoints"
     assert brief(too_large[1:]) in in_memory
     assert str(tmp_path) in too_large[0].evidence
-    fits = Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4)
+    fits = Needs(least_disk_bytes=free // 2, disk_bytes=free // 4)
     assert brief(found(healthy(), plan=fits, checkpoints=absent)) in in_memory
     known = brief(found(healthy(), checkpoints=tmp_path))
     assert known in in_memory or free < 10_000_000_000
@@ -74,7 +74,7 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("/dev/shm")
     for folder, expected in (("/dev/shm/runs", IN_MEMORY), (link, IN_MEMORY), ("/usr/runs", "")):
-        results = found(healthy(), plan=Needs(disk_peak_bytes=1), checkpoints=Path(folder))
+        results = found(healthy(), plan=Needs(least_disk_bytes=1), checkpoints=Path(folder))
         assert brief(results) == expected
         assert all("/dev/shm" in finding.evidence for finding in results)
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.checks import preflight, quick_checks
+from so_tui.launch.checks import keeping_what_fits, preflight, quick_checks
 from so_tui.launch.helper import ToolError, ToolProcess, _decoded, call_tool, stream_tool
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
 from so_tui.machine import Machine
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
+from so_tui.plan.notes import OneCheckpointKept
 from so_tui.plan.plan import Launch
 from so_tui.spec import InputError, Refused
 from so_tui.spec.presets import with_absolute_paths
@@ -121,10 +122,12 @@ def test_disk_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", found)
     saves = CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3)
 
-    def launch(disk_bytes: int, *, forced: bool = False, at_end: bool = True) -> Launch:
-        checkpoint = saves if at_end else CheckpointSpec(at_end=False)
+    def launch(disk_bytes: int, *, forced: bool = False, saves_any: bool = True) -> Launch:
+        none = CheckpointSpec(at_end=False, every_minutes=0)
+        checkpoint = saves if saves_any else none
         planned = {"disk_bytes": disk_bytes}
-        return checked(forced=forced, checkpoint=checkpoint, planned=planned)
+        kept: Any = ("checkpoint.keep",)
+        return checked(forced=forced, checkpoint=checkpoint, planned=planned, fixed=kept)
 
     for saved in (0, 1):
         with refused("disk-too-small", forceable=True):
@@ -133,8 +136,80 @@ def test_disk_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             quick_checks(launch(1), saved=saved, runs_dir=full)
     for saved in (2, 8):
         quick_checks(launch(2**29), saved=saved)
-    for enough in (launch(2**60, forced=True), launch(1), launch(2**60, at_end=False)):
+    for enough in (launch(2**60, forced=True), launch(1), launch(2**60, saves_any=False)):
         quick_checks(enough, runs_dir=tmp_path)
+
+
+def with_free(
+    free_bytes: int, monkeypatch: pytest.MonkeyPatch, each: int = 10**9, **checkpoint: Any
+) -> Launch:
+    """Return a launch that saves checkpoints of ``each`` bytes to a disk with so many free."""
+    usage = SimpleNamespace(total=2**60, free=free_bytes)
+    monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: usage)
+    fixed: Any = ("checkpoint.keep",) if "keep" in checkpoint else ()
+    planned = {"disk_bytes": each, "disk_peak_bytes": 3 * each}
+    spec = CheckpointSpec(**checkpoint)
+    return checked(forced=False, checkpoint=spec, planned=planned, fixed=fixed)
+
+
+def test_one_checkpoint_is_kept_where_two_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one being written needs room too. The plan says so, and what it occupies."""
+    roomy = with_free(3 * 10**9, monkeypatch)
+    assert keeping_what_fits(roomy, runs_dir=tmp_path) is roomy
+    launch = with_free(3 * 10**9 - 1, monkeypatch)
+    assert quick_checks(launch, runs_dir=tmp_path) == ()
+    kept = keeping_what_fits(launch, runs_dir=tmp_path)
+    assert (kept.spec.checkpoint.keep, kept.plan.disk_peak_bytes) == (1, 2 * 10**9)
+    (warning,) = set(kept.plan.warnings) - set(launch.plan.warnings)
+    assert warning == OneCheckpointKept(
+        folder=str(tmp_path), free_bytes=3 * 10**9 - 1, needed_bytes=3 * 10**9, kept=2
+    )
+    assert keeping_what_fits(kept, runs_dir=tmp_path) == kept
+    # One that is there already has its room, and is removed for the second new one.
+    assert keeping_what_fits(launch, saved=1, runs_dir=tmp_path) is launch
+
+
+def test_what_a_person_keeps_is_refused_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = with_free(3 * 10**9, monkeypatch, keep=4)
+    assert keeping_what_fits(launch, runs_dir=tmp_path) is launch
+    with refused("disk-too-small", forceable=True) as caught:
+        quick_checks(launch, runs_dir=tmp_path)
+    (reason,) = caught.value.reasons
+    assert "5 checkpoints of 1.0 GB need 5.0 GB" in reason
+    assert all(
+        remedy in reason
+        for remedy in ("checkpoint.folder", "checkpoint.keep=2", "checkpoint.every_minutes=0")
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "checkpoint", "remedies"),
+    [
+        (15 * 10**8, {}, ["checkpoint.folder", "checkpoint.every_minutes=0"]),
+        (15 * 10**8, {"at_end": False}, ["checkpoint.folder"]),
+        (5 * 10**8, {}, ["checkpoint.folder"]),
+        (5 * 10**8, {"every_minutes": 0}, ["checkpoint.folder"]),
+    ],
+)
+def test_a_disk_without_room_for_two_refuses_with_what_helps(
+    free: int,
+    checkpoint: dict[str, Any],
+    remedies: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with refused("disk-too-small", forceable=True) as caught:
+        quick_checks(with_free(free, monkeypatch, **checkpoint), runs_dir=tmp_path)
+    (reason,) = caught.value.reasons
+    assert [
+        key
+        for key in ("checkpoint.folder", "checkpoint.keep", "checkpoint.every_minutes=0")
+        if key in reason
+    ] == remedies
 
 
 @pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])

@@ -109,7 +109,7 @@ def test_one_memory_gets_no_more_offloading() -> None:
     nothing.
     """
     given = GIVEN | {"offload__ratio": "0.5", "model__activation_checkpointing": "selective"}
-    spec = spec_of("qwen3-14b", **given)
+    spec = spec_of("qwen3-14b", checkpoint__every_minutes="0", **given)
     memory = replace(make_plan(spec, QUAD), one_memory=True)
     advice, apart = memory_advice(spec, "gpu", memory), memory_advice(spec, "gpu")
     assert advice == memory_advice(spec, "node", memory)

@@ -87,7 +87,7 @@ def test_a_later_attempt_gets_what_its_host_has_then() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"checkpoint__every_steps": "0"},
+        {"checkpoint__every_steps": "0", "checkpoint__every_minutes": "0"},
         {"checkpoint__background": "false"},
         {"offload__engine": "deepspeed"},
         {"offload__mode": "zerooffload"},

@@ -98,10 +98,11 @@ def test_more_ranks_take_less_and_keeping_more_takes_more(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "each", "copies"),
     [
-        ({"export": "false", "every_steps": "0"}, 12, 1),
+        ({}, 12, 3),
+        ({"export": "false", "every_minutes": "0"}, 12, 1),
         ({"export": "true", "every_steps": "10", "keep": "2"}, 14, 3),
-        ({"at_end": "false"}, 12, 0),
-        ({"at_end": "false", "export": "true"}, 14, 1),
+        ({"at_end": "false", "every_minutes": "0"}, 12, 0),
+        ({"at_end": "false", "export": "true", "every_minutes": "0"}, 14, 1),
         ({"at_end": "false", "every_minutes": "5", "keep": "2"}, 12, 3),
     ],
 )

@@ -21,6 +21,8 @@ from so_tui.plan.notes import (
     NextBest,
     NoNextBest,
     Preference,
+    SavesBehind,
+    SavesEvery,
     SmallestRatio,
     StepsEarly,
     TokensReached,
@@ -116,7 +118,8 @@ def test_ratio_is_the_fastest_or_leaves_adam_time(
 def test_a_recommendation_explains_choices_and_the_next_best() -> None:
     plan = recommend(begun_with("llama-3.1-8b", gpus="4", train__micro_batch="8"), QUAD)
     expected = [MemoryNeeded, FasterRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen]
-    assert [type(reason) for reason in plan.reasons] == [*expected, NextBest, StepsEarly]
+    settled = [NextBest, StepsEarly, SavesEvery, SavesBehind]
+    assert [type(reason) for reason in plan.reasons] == [*expected, *settled]
     assert only(plan.reasons, FasterRatio).ratio == plan.ratio
     assert only(plan.reasons, NextBest).slower > 0
     alone = {"train__micro_batch": "1", "model__activation_checkpointing": "full"}

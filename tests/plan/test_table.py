@@ -189,6 +189,7 @@ VALUES: dict[str, object] = {
     "present": (0,),
     "model": "org/model",
     "revision": "main",
+    "folder": "/scratch",
     "network": Network(gbit_per_s=200, source=""),
     "states": "bf16-moments",
     "settings": {"offload.ratio": 0.5},

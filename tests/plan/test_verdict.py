@@ -212,7 +212,8 @@ def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
     """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from
     there.
     """
-    changes = OFFLOADED | {"gpus": "2", "offload__speculation": "off"}
+    optional = {"offload__speculation": "off", "checkpoint__background": "false"}
+    changes = OFFLOADED | optional | {"gpus": "2"}
     whole, part = (
         planned("qwen3-14b", machine, **changes)
         for machine in (QUAD, replace(QUAD, allowed_memory_nodes=(1,)))

@@ -187,6 +187,7 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(
     monkeypatch.setattr("so_tui_trainer.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     run = RunDirectory(tmp_path)
     watched = Control(run, one_rank, attempt=1, every_s=20.0)
+    now[0] += 300  # the model is loaded, which is no training
     assert polled(watched, 2) == [NOTHING, NOTHING]
     now[0] += 20
     assert polled(watched, 3) == [NOTHING, {"checkpoint"}, NOTHING]

@@ -41,6 +41,7 @@ class Needs:
     shm_bytes: int = 0
     disk_bytes: int = 0
     disk_peak_bytes: int = 0
+    least_disk_bytes: int = 0
     step_s: float | None = None
 
     @property

@@ -15,6 +15,7 @@ from textual.containers import Container
 from textual.geometry import Offset
 
 from so_tui.commands.follow import _Printer
+from so_tui.launch.launch import read_launch, write_launch
 from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
 from so_tui.runs import RunDirectory, read_state, records, write_state
@@ -127,6 +128,48 @@ async def test_time_left_is_shown_only_while_the_run_trains(runs_dir: Path) -> N
             await ui.state_shown(state)
             assert "left " not in headings()
             assert re.search(r"loss +last \d.*\nthroughput .*last \d", headings())
+
+
+async def title_of(run: RunDirectory, size: tuple[int, int], words: str) -> str:
+    """Return the run's line once it has ``words``."""
+    async with opened(run.path.parent, size, open_run=run) as ui:
+        await ui.until(lambda: words in ui.shown("#title"))
+        return ui.shown("#title")
+
+
+async def test_what_was_saved_and_when_it_is_next_are_shown(runs_dir: Path) -> None:
+    """As much of it as there is room for."""
+    saved = write_run(runs_dir, steps=420, name="saved")  # step 400, a minute ago
+    assert "saved 400, 1 m ago, next in 27 m" in await title_of(saved, (160, 45), "saved")
+    fresh = write_run(runs_dir, steps=20, name="fresh")
+    wide = await title_of(fresh, (200, 50), "saves every 30 min (177 GB each, 1.0 % of the time)")
+    assert "first in 28 m" in wide
+    assert "saves in 28 m" in await title_of(fresh, (120, 36), "saves")
+    request(fresh, "stop")
+    assert "first" not in await title_of(fresh, (200, 50), "asked to stop")
+
+
+async def test_the_next_checkpoint_is_counted_from_the_last_one_begun(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=420, name="written")
+    begun = records.PhaseRecord(attempt=1, time=time.time() - 5, phase="saving")
+    back = replace(begun, time=time.time() - 4, phase="training", detail="writing")
+    append_records(run, begun, back)
+    assert "next in 29 m" in await title_of(run, (160, 45), "next")
+
+
+async def test_checkpoints_by_steps_are_due_by_the_steps_that_are_left(runs_dir: Path) -> None:
+    def planned(name: str, every_steps: int) -> RunDirectory:
+        run = write_run(runs_dir, steps=20, total=500, name=name)
+        launch = read_launch(run, 1)
+        changed = launch.spec.changed("checkpoint", every_steps=every_steps, every_minutes=0.0)
+        write_launch(run, 1, replace(launch, plan=replace(launch.plan, spec=changed)))
+        return run
+
+    # Steps of 3.1 s.
+    assert "saves in 4 m" in await title_of(planned("soon", 100), (120, 36), "saves")
+    assert "saves at the end" in await title_of(planned("rare", 600), (120, 36), "saves")
+    never = planned("never", 0)
+    assert "nothing is saved before the end" in await title_of(never, (120, 36), "saved")
 
 
 async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:

@@ -80,11 +80,13 @@ class Control:
             run: The run.
             ranks: The process group.
             attempt: This attempt.
-            every_s: Seconds between checkpoints by rank 0's clock; 0 for none.
+            every_s: Seconds of training between checkpoints by rank 0's clock; 0 for none.
         """
         self._run, self._ranks, self._attempt = run, ranks, attempt
         self._newer_checked_at = time.monotonic()
-        self._every_s, self._saved_at = every_s, time.monotonic()
+        self._every_s = every_s
+        self._saved_at: float | None = None
+        """When the interval began; None before the first step: loading is not training."""
         self._flags = torch.zeros(len(_ACTIONS), dtype=torch.bool)
         self._broadcast: dist.Work | None = None
         self._told = False
@@ -115,7 +117,9 @@ class Control:
             requested = run_state.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
             checkpoint = "checkpoint" in requested and self._cleared()
-            if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
+            if self._saved_at is None:
+                self.saved()
+            elif self._every_s and time.monotonic() >= self._saved_at + self._every_s:
                 checkpoint = True
                 self.saved()
             self._flags = torch.tensor(["stop" in requested, checkpoint])
@@ -285,7 +289,7 @@ class Loop:
             self.recorder.phase("saving", f"checkpoint of step {thousands(self._saving.step)}")
             self._record_saved(self._saving.wait())
         self.metrics.check()
-        if self.spec.checkpoint.at_end or self.spec.checkpoint.export or self._due_step is not None:
+        if self.spec.checkpoint.saves_at_end or self._due_step is not None:
             self.save()
         return Outcome(
             state="finished" if self.step >= self.total_steps else "stopped",

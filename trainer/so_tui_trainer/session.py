@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import superoffload.api
 from so_tui.model.flops import peak_flops
+from so_tui.plan.notes import OneCheckpointKept
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory
 from so_tui.runs import state as run_control
@@ -405,6 +406,10 @@ class Session:
         mine = binding.of_rank(self.plan.binding, self.rank)
         settings = engine_settings(self.spec, mine, self.plan.optional)
         self._warn_of_less_memory(settings)
+        for fact in self.plan.warnings:
+            if isinstance(fact, OneCheckpointKept):  # decided after the plan was shown
+                remedy = f"Once there is space, resume with --set checkpoint.keep={fact.kept}"
+                self.recorder.warn("one-checkpoint-kept", fact.message, remedy)
         self.engine, *_ = superoffload.initialize(
             model, parameter_groups(model, self.spec), settings, ds_config
         )

@@ -37,6 +37,7 @@ from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
 from so_tui.plan.plan import Plan
+from so_tui.plan.saving import DISK_BYTES_PER_S
 from so_tui.runs.directory import LAUNCH_VARIABLE
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
@@ -296,8 +297,6 @@ def _clusters_of(name: str) -> tuple[Any, ...]:
 
 
 CONTINUE_SIGNAL = "USR1"
-_DISK_BYTES_PER_S = 1e9
-"""Rate at which a shared file system takes a checkpoint, until one has been measured."""
 _EARLY_S = 60
 """Slurm may warn a job this much earlier than asked."""
 _MARGIN = 2.0
@@ -321,7 +320,7 @@ def _warning_s(plan: Plan, site: Site, checkpoint_s: float | None) -> int:
     """Return how long before its time limit a job is warned: the profile's time, or more if the
     checkpoints that may have to be written by then take longer.
     """
-    takes_s = plan.disk_bytes / _DISK_BYTES_PER_S if checkpoint_s is None else checkpoint_s
+    takes_s = plan.disk_bytes / DISK_BYTES_PER_S if checkpoint_s is None else checkpoint_s
     checkpoint = plan.spec.checkpoint
     # One that is being written behind training, and the last one.
     checkpoints = 2 if checkpoint.repeats and checkpoint.background else 1
