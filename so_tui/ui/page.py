@@ -68,8 +68,8 @@ class _TopLine(CachedLinesMixin):
         )
         if app.starting:
             starting = f"starting {shorten(app.starting, 28)} …"
-            right = Content.assemble((starting, "bold $accent"), "  ", right)
-        left = Content.styled("so-tui", "bold $accent")
+            right = Content.assemble((starting, "bold $run"), "  ", right)
+        left = Content.styled("so-tui", "bold")
         width = self.size.width
         if app.machine is None:
             left += faint("  inspecting this machine …" if app.inspecting else "")
