@@ -1,9 +1,9 @@
 """Themes, and what each colour stands for.
 
 A colour says what a thing is, the same on every screen: purple is work of the GPU, blue is Adam and
-its cores, orange the training process and its cores, green memory. The accent is what has the focus,
-and keys; nothing else has it. The loss and whatever else a run says of itself are as bright as can
-be.
+its cores, orange the training process and its cores, green memory. The accent is for keys and for
+what has the focus, and nothing else has it. The loss and whatever else a run says of itself are as
+bright as can be.
 
 Two themes are for eyes that dark and light do not suit: one of high contrast, and one whose colours
 all kinds of colour vision tell apart. Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1),
