@@ -250,7 +250,7 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if not compact:
         text = Text.assemble(star, " ", (f"{sign} ", style))
     if not plan.fits:
-        return text.append(_shortfall(plan, narrow), "dim")
+        return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
@@ -473,8 +473,10 @@ def _parameters(row: PlanRow) -> str:
     return f"{row.parameters / 1e6:.1f} M" if small else f"{row.parameters / 1e9:.1f} B"
 
 
-def _shortfall(plan: Plan, narrow: bool) -> str:
-    """Return the worst shortage in few words."""
+def shortfall(plan: Plan, narrow: bool = False) -> str:
+    """Return the worst shortage in few words: ``host 922 > 464``; without the memory's name where
+    there is little room.
+    """
     if not plan.possible:
         return "not here" if narrow else "cannot run here"
     if (short := plan.shortage) is None:

@@ -164,6 +164,13 @@ class Page(StylesFocus[None], CachedLinesMixin):
         if before.screen.units != settings.screen.units:
             self.post_message(events.Resize(self.size, self.size))
 
+    @property
+    def last_actions(self) -> tuple[str, ...]:
+        """Actions whose keys stand last in the key line: nothing starts from here on another
+        machine.
+        """
+        return ("launch",) if self.app.machine_file else ()
+
     def left(self) -> None:
         """Hand what is chosen here to the screen that the user has gone to."""
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, wrapped
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, shows_ascii, wrapped
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
 
 if TYPE_CHECKING:
+    from textual.app import App
+
     from so_tui.plan.notes import Remedy
     from so_tui.plan.plan import Plan
     from so_tui.plan.terms import Location
@@ -114,27 +116,52 @@ def _told(label: str, texts: Sequence[Content], width: int) -> list[Content]:
     return lines
 
 
-def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
+def whole(plan: Plan, width: int, *, command: str = "", plain: bool = False) -> Content:
     """Return the whole plan: its gist, all reasons, terms, binding, and the command that would be
     started, if it is given.
 
     ``plain`` where the terminal shows ASCII only.
     """
+    reasons = map(Content, plan.reason_texts)
+    why = [line for text in reasons for line in hanging(faint("· "), text, width)]
+    parts = [gist(plan, width, plain=plain), *_section("all reasons", why)]
+    for section in _details(plan, width):
+        parts += section
+    return in_rows([*parts, *_section("the command", [Content(command)] if command else [])])
+
+
+def as_roomy(plan: Plan, width: int, rows: int, *, plain: bool = False) -> Content:
+    """Return the gist of a plan, and as many of its details as ``rows`` hold."""
+    lines = gist(plan, width, plain=plain).split("\n")
+    for section in _details(plan, width):
+        if len(lines) + len(section) > rows:
+            break
+        lines += section
+    return in_rows(lines)
+
+
+def _details(plan: Plan, width: int) -> list[list[Content]]:
+    """Return the sections of a plan with its terms and its binding."""
     node = "APU" if plan.one_memory else "host"
     gpu_terms = _section("where the GPU memory goes", _terms_table(plan, "gpu", width))
     node_terms = _section(f"where the {node} memory goes", _terms_table(plan, "node", width))
-    why = [
-        line for text in plan.reason_texts for line in hanging(faint("· "), Content(text), width)
+    terms = _beside_each_other(gpu_terms, node_terms, width)
+    beside = len(terms) < len(gpu_terms) + len(node_terms)
+    return [
+        *([terms] if beside else [gpu_terms, node_terms]),
+        _section("binding", _binding_lines(plan)),
     ]
-    return in_rows(
-        [
-            gist(plan, width, plain=plain),
-            *_section("all reasons", why),
-            *_beside_each_other(gpu_terms, node_terms, width),
-            *_section("binding", _binding_lines(plan)),
-            *_section("the command   y copies it", [Content(command)] if command else []),
-        ]
-    )
+
+
+def show_whole(app: App[Any], title: str, plan: Plan, command: str = "") -> None:
+    """Show a whole plan over the screen."""
+    from so_tui.ui.dialogs import Notice
+
+    def lay(width: int) -> Content:
+        return whole(plan, max(36, width), command=command, plain=shows_ascii(app))
+
+    noun = "GPU" if plan.on_gpus else "rank"
+    app.push_screen(Notice(f"{title} on {plural(plan.gpus, noun)}", [lay], bad=False))
 
 
 def _section(title: str, body: Sequence[Content]) -> list[Content]:
@@ -228,7 +255,7 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
         line = _bar_line(name, used, total, bar, margin, note)
         lines.append(line + faint(more) if line.cell_length + len(more) <= width else line)
     if plan.host_bytes_per_node and (spare := spare_bytes(plan, node)):
-        text = f"{memory(spare)} of it is a spare copy for speed"
+        text = f"{memory(spare)} of it a spare copy for speed"
         if lines[-1].cell_length + len(text) + 3 <= width:
             lines[-1] = lines[-1] + faint(", " + text)
         else:

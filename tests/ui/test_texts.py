@@ -164,6 +164,6 @@ def test_glyphs_ignore_pythons_own_locale(variables: dict[str, str], expected: s
 def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:
     plan = make_plan(find_preset("tiny").spec, named_machine("mi300a-4"))
     assert "planned, never run" in plan_view.headline(plan, 120).plain
-    shown = plan_view.whole(plan, "", 120).plain
+    shown = plan_view.whole(plan, 120).plain
     assert "where the APU memory goes" in shown
     assert "where the GPU memory goes" not in shown
