@@ -16,7 +16,8 @@ from rich.text import Text
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine, facts_of
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.notes import MemoryPool
+from so_tui.plan.gist import faster_than, limit_of, other_cautions, spare_bytes
+from so_tui.plan.notes import MemoryNeeded, MemoryPool, Reason, Shortage
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
 from so_tui.plan.saving import may_lose_much, saving_text
@@ -211,7 +212,7 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if not compact:
         text = Text.assemble(star, " ", (f"{sign} ", style))
     if not plan.fits:
-        return text.append(_shortfall(plan, narrow), "dim")
+        return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
@@ -223,11 +224,10 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     """Render the verdict with its reasons, memory term by term, the step, the binding, and the
     warnings.
     """
-    parts: list[RenderableType] = [_headline(plan), Text()]
-    for reason in plan.reasons:
-        sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
-        parts.append(_bullet(sign, style, reason.message))
-    parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
+    parts: list[RenderableType] = [_headline(plan), Text(), _gist(plan), Text()]
+    told = {*plan.remedies, _need(plan)}
+    parts += [_bullet("·", "cyan", why.message) for why in plan.reasons if why not in told]
+    parts += [_bullet("!", "yellow", fact.message) for fact in other_cautions(plan)]
     # Several ranks may share a node: only where each has its own is a rank's memory compared with
     # the node's.
     own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
@@ -285,7 +285,7 @@ def _headline(plan: Plan) -> Text:
     nodes = f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
     ranks = f"{plural(plan.gpus, 'GPU' if plan.on_gpus else 'rank')}{nodes}"
     seconds = plan.step_s if plan.fits else None
-    step = f"   {seconds:.2f} s{plan.step_error_text} a step" if seconds else ""
+    step = f"   predicted {seconds:.2f} s{plan.step_error_text} a step" if seconds else ""
     return Text.assemble(
         (spec.label, "bold"),
         f" on {ranks}: ",
@@ -295,6 +295,31 @@ def _headline(plan: Plan) -> Text:
         (f"   recommended for {ranks}" if plan.recommended else "", "bold"),
         ("   planned, never run" if plan.never_run else "", "yellow"),
     )
+
+
+def _need(plan: Plan) -> Reason | None:
+    """Return the reason that says what is needed and there, or why it cannot run at all."""
+    kinds = MemoryNeeded | Shortage
+    found = next((reason for reason in plan.reasons if isinstance(reason, kinds)), None)
+    return found or (None if plan.possible else plan.reasons[0])
+
+
+def _gist(plan: Plan) -> Table:
+    """Return what fits, what limits the speed, and what would make it faster, or make it fit."""
+    need = _need(plan)
+    fits = [need.message if need else plan.verdict]
+    if spare := max((spare_bytes(plan, node) for node in plan.host_bytes_per_node), default=0):
+        fits.append(f"{memory_size(spare)} of a host node is a spare copy for speed")
+    limit = limit_of(plan)
+    lines = {"fits": fits, "limit": [limit.message if limit else "not predicted"]}
+    if plan.fits:
+        lines["faster"] = [fact.message for fact in faster_than(plan)]
+    else:
+        lines = {"fits": [f"no: {fits[0]}"], "to fit": list(plan.remedy_texts)}
+    table = Table.grid(Column(width=8), Column())
+    for label, texts in lines.items():
+        table.add_row(Text(label, "bold"), Text("; ".join(texts) or "nothing known"))
+    return table
 
 
 def _heading(title: str, total: int, capacity: int | None, size: Callable[[int], str]) -> Text:
@@ -416,8 +441,10 @@ def _parameters(row: PlanRow) -> str:
     return f"{row.parameters / 1e6:.1f} M" if small else f"{row.parameters / 1e9:.1f} B"
 
 
-def _shortfall(plan: Plan, narrow: bool) -> str:
-    """Return the worst shortage in few words."""
+def shortfall(plan: Plan, narrow: bool = False) -> str:
+    """Return the worst shortage in few words: ``host 922 > 464``; without the memory's name where
+    there is little room.
+    """
     if not plan.possible:
         return "not here" if narrow else "cannot run here"
     if (short := plan.shortage) is None:

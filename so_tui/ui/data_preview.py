@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # A preview of training data as styled text. Pure functions from a preview to content.
 
 
-_SHADES = (("█", "$accent"), ("▓", "$backward"))
+_SHADES = (("█", "$run"), ("▓", "$backward"))
 """Documents beside each other in a sequence: they differ without colour as well."""
 _MOST_COUNT = 9
 """Cells of a count behind a bar."""
@@ -63,7 +63,7 @@ def _histogram(preview: DataPreview, width: int) -> list[Content]:
     return [
         Content.assemble(
             (f"{entry.label:>{label}} ", "$faint"),
-            ("▇" * bar, "$accent"),
+            ("▇" * bar, "$run"),
             f" {thousands(entry.documents)}" if bar else "",
         )
         for entry, bar in zip(preview.histogram, cells, strict=True)
@@ -194,7 +194,7 @@ class DataPreviewScreen(Dialog[None]):
     def _show_progress(self, progress: Progress) -> None:
         status = faint(f"{progress.message} …   esc cancels")
         if progress.total_rows:
-            done = fill_pieces(progress.done_rows / progress.total_rows, 24, "$accent")
+            done = fill_pieces(progress.done_rows / progress.total_rows, 24, "$run")
             status = Content.assemble(*done, "  ", status)
         self._show_status(status)
 

@@ -68,8 +68,8 @@ class _TopLine(CachedLinesMixin):
         )
         if app.starting:
             starting = f"starting {shorten(app.starting, 28)} …"
-            right = Content.assemble((starting, "bold $accent"), "  ", right)
-        left = Content.styled("so-tui", "bold $accent")
+            right = Content.assemble((starting, "bold $run"), "  ", right)
+        left = Content.styled("so-tui", "bold")
         width = self.size.width
         if app.machine is None:
             left += faint("  inspecting this machine …" if app.inspecting else "")
@@ -163,6 +163,13 @@ class Page(StylesFocus[None], CachedLinesMixin):
         """Draw figures in other units, as in another size: all screens do that at once."""
         if before.screen.units != settings.screen.units:
             self.post_message(events.Resize(self.size, self.size))
+
+    @property
+    def last_actions(self) -> tuple[str, ...]:
+        """Actions whose keys stand last in the key line: nothing starts from here on another
+        machine.
+        """
+        return ("launch",) if self.app.machine_file else ()
 
     def left(self) -> None:
         """Hand what is chosen here to the screen that the user has gone to."""

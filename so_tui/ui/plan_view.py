@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, wrapped
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, shows_ascii, wrapped
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
 
 if TYPE_CHECKING:
+    from textual.app import App
+
+    from so_tui.plan.notes import Remedy
     from so_tui.plan.plan import Plan
     from so_tui.plan.terms import Location
     from so_tui.spec import RunSpec
@@ -25,18 +28,19 @@ GAP = 3
 """Cells between sections beside each other, and between facts."""
 DIALOG = 70
 """Cells of a line of a question in a terminal of 80 columns."""
-LABEL = 13
-"""Cells of the labels left of the bars."""
+ROLE, NAME = 8, 5
+"""Cells of what a line is about, and of what its bar is of."""
+LABEL = ROLE + NAME
 FIGURES = 20
 """Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
-LEAST_BAR, MOST_BAR = 8, 28
+LEAST_BAR, MOST_BAR = 7, 28
 TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
 
 def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
-    """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of
-    ``width`` cells part no figure from its unit.
+    """Return the verdict, how it offloads and, where it fits, how fast it is predicted to be; lines
+    of ``width`` cells part no figure from its unit.
 
     Args:
         plan: The plan.
@@ -48,46 +52,115 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
+    mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    facts.append(Content(mode))
     speed, flops = plan.useful_tokens_per_s_total, plan.model_tflops_per_gpu
-    mode, *figures = (
-        "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}",
-        f"step {duration(plan.step_s)}{plan.step_error_text}" if plan.step_s else "",
-        f"{rate(speed)} tokens/s" if speed else "",
-        f"{significant(flops)} TFLOPS/GPU" if flops else "",
-    )
-    facts += map(Content, [mode, *filter(None, figures if plan.fits else ())])
-    if plan.fits and plan.step_s and not plan.never_run:
-        facts[-1] += " " * GAP + faint("predicted")  # which never begins a line
+    if plan.fits:
+        figures = [
+            (f"{duration(plan.step_s)}/step", plan.step_error_text) if plan.step_s else None,
+            (rate(speed), " tokens/s") if speed else None,
+            (significant(flops), " TFLOPS/GPU") if flops else None,
+        ]
+        said = [Content.assemble((value, "bold"), rest) for value, rest in filter(None, figures)]
+        if said:
+            said[0] = faint("predicted ") + said[0]
+        facts += said
     return in_rows(wrapped(facts, width, GAP))
 
 
-def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
-    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would
-    be started, if it is given.
+def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
+    """Return what a reader wants to know first, in labelled lines: what fits, what limits the
+    speed, and what would make it faster, or make it fit.
 
     ``plain`` where the terminal shows ASCII only.
     """
-    from so_tui.plan.notes import RemoteCode
+    from so_tui.plan.gist import faster_than, limit_of, other_cautions
+    from so_tui.plan.notes import Note, RemoteCode
 
-    notes = [fact.message for fact in plan.warnings if not isinstance(fact, RemoteCode)]
+    lines = [*_remote_code_lines(plan), *_memory_lines(plan, width)]
+    if plan.fits:
+        lines += _step_lines(plan, width, plain=plain)
+        if (limit := limit_of(plan)) is not None:
+            lines += _told("", [Content(limit.message)], width)
+        faster = [Content(fact.message) for fact in faster_than(plan)]
+        lines += _told("faster", faster or [faint("nothing known")], width)
+    else:
+        if not plan.possible:
+            lines += _told("why not", list(map(Content, plan.cause_texts)), width)
+        remedies = [Content(_remedy_text(fact)) for fact in plan.remedies]
+        lines += _told("to fit", remedies or [faint("nothing known")], width)
+    others = [fact for fact in other_cautions(plan) if not isinstance(fact, RemoteCode)]
+    # Where figures come from is a note, too.
+    notes = [
+        faint(fact.message) if isinstance(fact, Note) else Content(fact.message) for fact in others
+    ]
+    return in_rows([*lines, *_told("note", notes, width)])
+
+
+def _remedy_text(remedy: Remedy) -> str:
+    """Return a remedy in words; how a command would plan for several hosts helps nobody here."""
+    from so_tui.plan.notes import MoreMachinesFit
+
+    if not isinstance(remedy, MoreMachinesFit):
+        return remedy.message
+    smaller = f" with train.micro_batch = {remedy.micro_batch}" if remedy.micro_batch else ""
+    return f"{remedy.machines} hosts like this one ({remedy.gpus} GPUs) would fit it{smaller}"
+
+
+def _told(label: str, texts: Sequence[Content], width: int) -> list[Content]:
+    """Return texts behind their label, which stands once."""
+    lines: list[Content] = []
+    for number, text in enumerate(texts):
+        lines += hanging(faint(f"{'' if number else label:<{ROLE}}"), text, width)
+    return lines
+
+
+def whole(plan: Plan, width: int, *, command: str = "", plain: bool = False) -> Content:
+    """Return the whole plan: its gist, all reasons, terms, binding, and the command that would be
+    started, if it is given.
+
+    ``plain`` where the terminal shows ASCII only.
+    """
+    reasons = map(Content, plan.reason_texts)
+    why = [line for text in reasons for line in hanging(faint("· "), text, width)]
+    parts = [gist(plan, width, plain=plain), *_section("all reasons", why)]
+    for section in _details(plan, width):
+        parts += section
+    return in_rows([*parts, *_section("the command", [Content(command)] if command else [])])
+
+
+def as_roomy(plan: Plan, width: int, rows: int, *, plain: bool = False) -> Content:
+    """Return the gist of a plan, and as many of its details as ``rows`` hold."""
+    lines = gist(plan, width, plain=plain).split("\n")
+    for section in _details(plan, width):
+        if len(lines) + len(section) > rows:
+            break
+        lines += section
+    return in_rows(lines)
+
+
+def _details(plan: Plan, width: int) -> list[list[Content]]:
+    """Return the sections of a plan with its terms and its binding."""
     node = "APU" if plan.one_memory else "host"
     gpu_terms = _section("where the GPU memory goes", _terms_table(plan, "gpu", width))
     node_terms = _section(f"where the {node} memory goes", _terms_table(plan, "node", width))
-    why = [
-        *map(Content, plan.reason_texts),
-        *(Content.assemble(("note: ", "$warning"), text) for text in notes),
+    terms = _beside_each_other(gpu_terms, node_terms, width)
+    beside = len(terms) < len(gpu_terms) + len(node_terms)
+    return [
+        *([terms] if beside else [gpu_terms, node_terms]),
+        _section("binding", _binding_lines(plan)),
     ]
-    return in_rows(
-        [
-            *_remote_code_lines(plan),
-            *_memory_lines(plan, width),
-            *_step_lines(plan, width, plain=plain),
-            *_section("why", why),
-            *_beside_each_other(gpu_terms, node_terms, width),
-            *_section("binding", _binding_lines(plan)),
-            *_section("the command   y copies it", [Content(command)] if command else []),
-        ]
-    )
+
+
+def show_whole(app: App[Any], title: str, plan: Plan, command: str = "") -> None:
+    """Show a whole plan over the screen."""
+    from so_tui.ui.dialogs import Notice
+
+    def lay(width: int) -> Content:
+        return whole(plan, max(36, width), command=command, plain=shows_ascii(app))
+
+    noun = "GPU" if plan.on_gpus else "rank"
+    app.push_screen(Notice(f"{title} on {plural(plan.gpus, noun)}", [lay], bad=False))
 
 
 def _section(title: str, body: Sequence[Content]) -> list[Content]:
@@ -153,29 +226,43 @@ def data_name(spec: RunSpec) -> str:
 
 
 def _memory_lines(plan: Plan, width: int) -> list[Content]:
-    """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
+    """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint. What is
+    a spare copy is said beside the host's figure.
+    """
+    from so_tui.plan.gist import spare_bytes
     from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN
 
-    full: list[tuple[str, int, int | None, float]] = []
+    full: list[tuple[str, int, int | None, float, str]] = []
     if plan.gpu_bytes:
-        full.append(("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN))
+        each = " each" if plan.gpus > 1 else ""
+        full.append(("GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN, each))
     if plan.host_bytes_per_node:
         total_of = plan.host_capacity_bytes_per_node.get
         node, used = max(
             plan.host_bytes_per_node.items(), key=lambda item: item[1] / (total_of(item[0]) or 1)
         )
-        name, margin = ("APU", GPU_MARGIN) if plan.one_memory else ("node", HOST_MARGIN)
-        name = f"fullest {name}" if len(plan.host_bytes_per_node) > 1 else name
-        full.append((name, used, total_of(node), margin))
+        name, margin = ("APU", GPU_MARGIN) if plan.one_memory else ("host", HOST_MARGIN)
+        several = " on the fullest node" if len(plan.host_bytes_per_node) > 1 else ""
+        full.append((name, used, total_of(node), margin, several))
     room = width - LABEL - FIGURES
     note = ""
-    if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _ in full):
+    if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _, _ in full):
         note = next((text for text in TOO_MUCH if room >= LEAST_BAR + len(text)), "")
     bar = min(MOST_BAR, max(LEAST_BAR, room - len(note)))
-    lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
+    lines = []
+    for name, used, total, margin, more in full:
+        line = _bar_line(name, used, total, bar, margin, note)
+        lines.append(line + faint(more) if line.cell_length + len(more) <= width else line)
+    if plan.host_bytes_per_node and (spare := spare_bytes(plan, node)):
+        text = f"{memory(spare)} of it a spare copy for speed"
+        if lines[-1].cell_length + len(text) + 3 <= width:
+            lines[-1] = lines[-1] + faint(", " + text)
+        else:
+            lines.append(_labelled("", faint(text)))
     if plan.shm_bytes:
-        lines.append(_labelled("/dev/shm", memory(plan.shm_bytes)))
-    return [*lines, *_saving_lines(plan, width)]
+        lines.append(_labelled("shm", memory(plan.shm_bytes)))
+    first, *others = [*lines, *_saving_lines(plan, width)]
+    return [_role("fits", first), *others]
 
 
 def _saving_lines(plan: Plan, width: int) -> list[Content]:
@@ -186,9 +273,14 @@ def _saving_lines(plan: Plan, width: int) -> list[Content]:
     return hanging(_labelled("disk", ""), words, width)
 
 
+def _role(role: str, line: Content) -> Content:
+    """Return a labelled line as the first of those that say what ``role`` says."""
+    return faint(f"{role:<{ROLE}}") + line[ROLE:]
+
+
 def _labelled(name: str, text: Content | str) -> Content:
     """Return a line behind its label."""
-    return Content.assemble((f"{name:<{LABEL}}", "$faint"), text)
+    return Content.assemble(" " * ROLE, (f"{name:<{NAME}}", "$faint"), text)
 
 
 def _bar_line(
@@ -205,7 +297,8 @@ def _bar_line(
     too_small = share > 1 - TIGHT_MARGIN
     style = "$error" if too_small else "$warning" if share > 1 - margin else "$memory"
     over = (too_much if too_small else "", "$error")
-    figures = f"  {memory_of(used, total)}"
+    figure, _, rest = memory_of(used, total).partition(" ")
+    figures = Content.assemble((f"{figure:>{FIGURES - 1 - len(rest)}}", "bold"), f" {rest}")
     return _labelled(name, Content.assemble(*fill_pieces(share, width, style), figures, over))
 
 
@@ -215,20 +308,17 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
     """
     step = plan.step
     if not plan.fits or step is None or not plan.step_s:
-        why = (
-            "not predicted: this machine's speed is not known"
-            if plan.fits
-            else "none: it does not fit"
-        )
-        return [_labelled("step", faint(why))]
+        if not plan.fits:
+            return []
+        unknown = faint("not predicted: this machine's speed is not known")
+        return [_role("limit", _labelled("step", unknown))]
     parts = step_parts(
         (step.data_s, step.forward_s, step.backward_s, step.exposed_optimizer_s), plain=plain
     )
     bar = stacked(parts, min(40, max(8, width - LABEL - 10)))
-    items = legend(part for part in parts if part.amount > 0)
-    whole = Content("   ").join(items)
-    named = [whole] if whole.cell_length <= width - LABEL else items
-    bar_line = _labelled("step", bar + f"  {duration(plan.step_s)}")
+    named = wrapped(legend(part for part in parts if part.amount > 0), width - LABEL)
+    seconds = Content.styled(f"  {duration(plan.step_s)}", "bold")
+    bar_line = _role("limit", _labelled("step", bar + seconds))
     return [bar_line, *(_labelled("", line) for line in named)]
 
 

@@ -101,7 +101,7 @@ def timeline_lines(stages: Sequence[Stage], now: float, width: int) -> Content:
         first = min(int(before / total * room), room - 1)
         cells = max(1, round(seconds / total * room))
         bar = " " * first + "━" * min(cells, room - first)
-        sign, style = ("▸ ", "$accent") if running else ("✓ ", "$success")
+        sign, style = ("▸ ", "$run") if running else ("✓ ", "$success")
         name = shorten(brief_message(stage.name), name_cells)
         left = name_cells - cell_len(name) - 2
         detail = ""
@@ -118,11 +118,11 @@ PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
 SIGNS = {
     "created": ("○", "$faint"),
     "queued": ("○", "$faint"),
-    "starting": ("●", "$accent"),
-    "loading": ("●", "$accent"),
+    "starting": ("●", "$run"),
+    "loading": ("●", "$run"),
     "training": ("●", "$success"),
-    "saving": ("●", "$accent"),
-    "ending": ("●", "$accent"),
+    "saving": ("●", "$run"),
+    "ending": ("●", "$run"),
     "checking": ("○", "$warning"),
     "finished": ("✓", "$success"),
     "stopped": ("■", "$warning"),
@@ -169,7 +169,7 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
         if (room := free - _cells(rest)) >= LEAST_BAR:
             break
     if total and room >= LEAST_BAR:
-        bar = fill_pieces(step / total, min(40, room), "$accent")
+        bar = fill_pieces(step / total, min(40, room), "$run")
         line += ["  ", *bar, f" {100 * step / total:3.0f} %"]
     return Content.assemble(*line, "  ", *rest)
 
@@ -283,10 +283,10 @@ def news(snapshot: Snapshot) -> Sequence[Piece]:
         return ("checking: ", "$warning"), was
     detail = brief_message(state.detail)
     if detail and state.state in ("queued", "starting", "saving"):
-        return (f"{state.shown}: ", "$accent"), detail
+        return (f"{state.shown}: ", "$run"), detail
     if snapshot.latest is None and (phase := events.phase) is not None:
         text = brief_message(phase.detail)
-        return ((f"{phase.phase}: ", "$accent"), text) if text else ()
+        return ((f"{phase.phase}: ", "$run"), text) if text else ()
     if state.state == "training" and state.slowdown is not None:
         remedy = slowdown_remedy(state.slowdown)
         return ("~ ", "$warning"), slowdown_text(state.slowdown), (f"   {remedy}", "$faint")
@@ -294,7 +294,7 @@ def news(snapshot: Snapshot) -> Sequence[Piece]:
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
         return ("~ ", "$warning"), brief_message(last.message), (more, "$faint")
     if detail and not snapshot.stop_asked:  # the title says that
-        return (f"{state.state}: ", "$accent"), detail
+        return (f"{state.state}: ", "$run"), detail
     return ()
 
 

@@ -36,7 +36,7 @@ from so_tui.ui.text import (
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
-from so_tui.ui.themes import DARK, FALLBACKS, THEMES
+from so_tui.ui.themes import DARK, FALLBACKS, themes_for
 from so_tui.ui.widgets import keys
 from so_tui.units import plural
 
@@ -80,7 +80,7 @@ class SettingsApp(FixedApp[None]):
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
         self._settings_problems = loaded.problems if loaded is not None else ()
-        for theme in THEMES:
+        for theme in themes_for(self.console.color_system):
             self.register_theme(theme)
         settings = loaded.settings if loaded is not None else Settings()
         self.set_reactive(SettingsApp.settings, settings)

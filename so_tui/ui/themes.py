@@ -1,8 +1,9 @@
 """Themes, and what each colour stands for.
 
 A colour says what a thing is, the same on every screen: purple is work of the GPU, blue is Adam and
-its cores, orange the training process and its cores, green memory. The accent is the loss, what has
-the focus, and keys.
+its cores, orange the training process and its cores, green memory. The accent is for keys and for
+what has the focus, and nothing else has it. The loss and whatever else a run says of itself are as
+bright as can be.
 
 Two themes are for eyes that dark and light do not suit: one of high contrast, and one whose colours
 all kinds of colour vision tell apart. Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1),
@@ -35,4 +36,12 @@ def _theme(kind: str) -> Theme:
 
 FALLBACKS = {name: role["fallback"] for name, role in _ROLES.items() if "fallback" in role}
 """What stands for a colour in a theme of Textual's own."""
-THEMES = DARK, LIGHT, CONTRAST, COLOUR_BLIND = tuple(map(_theme, _FILE["themes"]))
+DARK, LIGHT, CONTRAST, COLOUR_BLIND, SIXTEEN = map(_theme, _FILE["themes"])
+THEMES = (DARK, LIGHT, CONTRAST, COLOUR_BLIND)
+
+
+def themes_for(color_system: str | None) -> tuple[Theme, ...]:
+    """Return the themes for a terminal, by what Rich calls its colours: the dark one has those of
+    a terminal of 16.
+    """
+    return (SIXTEEN if color_system == "standard" else DARK, *THEMES[1:])

@@ -169,6 +169,8 @@ class KeyLine(CachedLinesMixin):
             (binding, _item(self._shown(binding), binding.description, binding.key))
             for binding in self._bindings_to_show()
         ]
+        last = getattr(self.screen, "last_actions", ())
+        items.sort(key=lambda item: item[0].action in last)
         fitting = _fitting(items, self.size.width - right.cell_length - GAP)
         line = Content(" " * GAP).join(item for _, item in fitting)
         gap = max(0, self.size.width - line.cell_length - right.cell_length)

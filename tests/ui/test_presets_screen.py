@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from textual.containers import Vertical
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine
-from so_tui.machine.known import MACHINES
+from so_tui.machine.known import MACHINES, named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.planner import plan_table
+from so_tui.plan.show import shortfall
 from so_tui.runs import RunDirectory
 from so_tui.spec import find_preset, load_catalog, save_preset
 from so_tui.ui import messages
@@ -25,7 +27,7 @@ from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.dialogs import AskText, Question
 from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.other_machine import _MachineSuggester
-from so_tui.ui.presets.screen import PresetsScreen
+from so_tui.ui.presets.screen import PresetsScreen, _PresetTable
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
 from tests.support.machines import machine_json, x86
@@ -51,6 +53,89 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
         speed = f"{rate(plan.useful_tokens_per_s_total or 0)} tokens/s"
         assert speed in ui.shown("#detail-title")
         assert re.search(rf"step +\S+ +{duration(plan.step_s or 0)}\n", ui.shown("#detail"))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+async def test_no_figure_is_cut_at_any_width(runs_dir: Path, name: str) -> None:
+    async with opened(runs_dir, (80, 24), machine=named_machine(name), machine_file=name) as ui:
+        table = await ui.presets()
+        assert isinstance(ui.screen, PresetsScreen)
+        assert isinstance(table, _PresetTable)
+        rows, counts = ui.screen.rows, ui.screen.counts
+        speeds = {
+            (row.preset, gpus): rate(plan.useful_tokens_per_s_total or 0)
+            if plan.fits
+            else shortfall(plan).replace(" ", "")
+            for row in rows
+            for gpus, plan in row.cells.items()
+        }
+        for room in range(36, 220):
+            table.room = room
+            table.show(rows, counts, "GPU")
+            widths = [column.get_render_width(table) for column in table.ordered_columns]
+            assert sum(widths) <= room, room
+            if room >= 78:
+                assert len(table._counts) == len(counts), room
+            for row in rows:
+                cells = table.get_row(row.preset)[-len(table._counts) :]
+                for gpus, cell, width in zip(
+                    table._counts, cells, widths[-len(cells) :], strict=True
+                ):
+                    assert cell.cell_len <= width - 2 * table.cell_padding
+                    assert speeds[row.preset, gpus] in cell.plain.replace(" ", ""), room
+
+
+async def test_every_number_of_gpus_is_reached_where_few_fit(runs_dir: Path) -> None:
+    async with opened(runs_dir, (40, 24)) as ui:
+        table = await ui.presets()
+        assert isinstance(table, _PresetTable)
+        seen = []
+        for key in ("home", "right", "right", "right", "left", "left"):
+            await ui.press(key)
+            if (chosen := table.chosen()) is not None:
+                seen.append(chosen[1].gpus)
+        assert seen[1:] == [1, 2, 4, 2, 1]
+
+
+async def test_a_cell_says_what_is_needed_and_the_screen_what_marks_mean(runs_dir: Path) -> None:
+    async with opened(runs_dir, (160, 45)) as ui:
+        table = await ui.presets()
+        assert isinstance(ui.screen, PresetsScreen)
+        (row,) = (row for row in ui.screen.rows if row.preset == "llama-3.3-70b")
+        cell = table.get_row(row.preset)[-1].plain
+        assert cell.strip() == f"✗ {shortfall(row.cells[4])}"
+        for meaning in ("★ so-tui run starts this", "⇡ fastest", "✗ needs > has (GiB)"):
+            assert meaning in ui.shown("#legend")
+        fitting, chosen = (ui.find(name, Vertical) for name in ("#fitting", "#chosen"))
+        assert fitting.region.y == chosen.region.y, "beside each other"
+        await ui.resize(139, 45)
+        await ui.until(lambda: fitting.region.y < chosen.region.y)
+        assert "full-parameter" in ui.text().lower()
+
+
+async def test_all_reasons_of_the_plan_under_the_cursor_are_a_key_away(runs_dir: Path) -> None:
+    async with opened(runs_dir, (80, 24)) as ui:
+        table = await ui.presets()
+        assert isinstance(table, _PresetTable)
+        chosen = table.chosen()
+        assert chosen is not None
+        await ui.press("w")
+        await ui.until(lambda: chosen[0].title in ui.dialog_title)
+        shown = " ".join(
+            str(line.content) for line in ui.screen.query(".dialog-body Static").results(Static)
+        )
+        assert all(term.name in shown for term in chosen[1].largest_terms("node"))
+        await ui.press("w")
+        await ui.until(lambda: isinstance(ui.screen, PresetsScreen))
+
+
+async def test_launch_is_no_first_offer_while_planning_for_others(runs_dir: Path) -> None:
+    async with opened(runs_dir, machine_file="quad.json") as ui:
+        await ui.presets()
+        for page in "12":
+            await ui.press(page)
+            await ui.until(lambda: "Launch" in ui.key_line)
+            assert ui.key_line.index("Launch") > ui.key_line.index("Data")
 
 
 async def find(ui: Driver, text: str) -> None:
@@ -218,7 +303,7 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         assert (presets(), ui.find("#folded", Static).display) == (["qwen3-30b-a3b"], False)
         await ui.press("escape")
         await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
-        assert (table.row_count, table.cursor_coordinate) == (1, (0, 2))
+        assert (table.row_count, table.cursor_coordinate) == (1, (0, 3))
         await ui.pilot.click("#folded", offset=(ui.shown("#folded").index("plans"), 0))
         await ui.until(lambda: ui.screen.query("#said"))
         await ui.type_text("gh200-quad-120", replace=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich._palettes import STANDARD_PALETTE
 from textual.color import Color, Lab, rgb_to_lab
 from textual.strip import Strip
 from textual.theme import Theme
@@ -26,7 +27,7 @@ from so_tui.ui.chart_metrics import ChartLayout, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.lines import StyledLines
-from so_tui.ui.themes import COLOUR_BLIND, CONTRAST, DARK, THEMES
+from so_tui.ui.themes import COLOUR_BLIND, CONTRAST, DARK, THEMES, themes_for
 from so_tui.ui.widgets import FindField
 from so_tui.units import memory_size, show_memory_in
 from tests.support.make_run import write_run
@@ -219,6 +220,29 @@ def test_roles_have_readable_colours_of_their_own(theme: Theme) -> None:
     for name, colour in roles.items():
         assert contrast(colour, theme.background or "") >= 4.5, name
     assert parts["exposed"] == roles["adam"]  # it is Adam that the GPU waits for
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_focus_has_the_colour_of_nothing_else(theme: Theme) -> None:
+    names = "gpu adam main-core memory forward backward data-part run success warning error faint"
+    for deficiency in DEFICIENCIES:
+        accent = seen(theme.accent or "", deficiency)
+        for name, colour in colours(theme, names).items():
+            other = seen(colour, deficiency)
+            apart = math.dist((accent.L, accent.a, accent.b), (other.L, other.a, other.b))
+            assert apart >= 15, (name, deficiency)
+
+
+def test_a_terminal_of_16_colours_shows_those_that_are_meant() -> None:
+    (dark, *_) = themes_for("standard")
+    assert dark.name == DARK.name
+    assert dark.variables.keys() == DARK.variables.keys()
+    own = {str(Color(*triplet).hex).lower() for triplet in STANDARD_PALETTE._colors}
+    names = "accent success warning error foreground faint rule gpu adam main-core memory run"
+    shown = colours(dark, names)
+    assert set(shown.values()) <= own
+    assert len(set(colours(dark, "accent success warning error gpu adam").values())) == 6
+    assert themes_for("256") == THEMES
 
 
 # Terminals without colour, without Unicode, and with other themes.

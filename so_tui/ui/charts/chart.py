@@ -268,7 +268,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     ROLES = {
         "raw": "$raw-line",
-        "main": "$accent",
+        "main": "$run",
         "second": "$secondary",
         "third": "$exposed",
         "fourth": "$success",

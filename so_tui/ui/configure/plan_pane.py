@@ -233,7 +233,6 @@ class PlanPanel(Vertical):
             self._verdict.update(
                 plan_view.headline(planned.plan, max(30, self._verdict.content_size.width))
             )
-            width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-            self._text.update(
-                plan_view.whole(planned.plan, planned.command, width, plain=shows_ascii(self.app))
-            )
+            pane = self.query_one("#plan-pane").content_size
+            width, plain = max(30, pane.width - 1), shows_ascii(self.app)
+            self._text.update(plan_view.as_roomy(planned.plan, width, pane.height, plain=plain))

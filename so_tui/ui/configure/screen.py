@@ -143,7 +143,7 @@ class ConfigureScreen(ResizablePage):
         "does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
-    BINDINGS = keys("configure", "other-machine")
+    BINDINGS = keys("configure", "all-reasons", "other-machine")
 
     form = getters.query_one(FormPanel)
     plan = getters.query_one(PlanPanel)
@@ -389,6 +389,12 @@ class ConfigureScreen(ResizablePage):
             self.app.post_message(
                 Failed(f"{plan.spec.label} does not fit here", plan.reason_texts, offer=offer)
             )
+
+    @_with_plan
+    def action_all_reasons(self, planned: Planned) -> None:
+        if planned.plan is not None:
+            label = planned.plan.spec.label
+            plan_view.show_whole(self.app, label, planned.plan, planned.command)
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:

@@ -255,7 +255,7 @@ class RunLegend(StyledLines):
         followed, *others = distinct(
             [snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME
         )
-        entries = [Content.assemble(("● ", "$accent"), (followed, "bold"))]
+        entries = [Content.assemble(("● ", "$run"), (followed, "bold"))]
         for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)

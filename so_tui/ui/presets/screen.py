@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Container, Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 from textual.worker import get_current_worker
@@ -19,7 +21,7 @@ from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import FindField, framed, keys
-from so_tui.units import count, plural, rate, thousands
+from so_tui.units import count, memory_unit, plural, rate, thousands
 
 if TYPE_CHECKING:
     from so_tui.machine import Machine
@@ -87,8 +89,44 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
 # The table of Presets: a row a model, a column a number of GPUs, a cell the plan for both.
 
 
-WIDE, SPACIOUS = 112, 132
-"""Columns of a terminal from which on cells hold words, and rows more about their model."""
+BESIDE = 140
+"""Columns of a terminal from which on the plan stands beside the table."""
+LEAST_PLAN = 54
+"""Columns that are left for it there."""
+_LEAST_TABLE = 66
+"""Cells of the table there at least: the line that explains its marks."""
+_NAMES = 36, 24, 16, 12
+"""Cells that a model's name takes at most: as many as there is room for."""
+
+Cells = Literal["words", "short", "tight"]
+"""How much a cell says: ``★⇡ ✓ ratio 0.35 13.9k/s``, ``★⇡✓ 0.35 13.9k`` or ``★⇡✓ 13.9k``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How much of the table there is room for."""
+
+    cells: Cells
+    facts: int
+    """Columns about the model: its name, its size, its tokens."""
+    name: int
+    """Cells of the longest name."""
+
+
+def _looks() -> Iterator[_Look]:
+    """Yield how the table may look, the best first. Names are shortened first, and then columns
+    about the model are left out; figures are never cut.
+    """
+    kinds: tuple[tuple[Cells, int, tuple[int, ...]], ...] = (
+        ("words", 3, _NAMES[:2]),
+        ("words", 2, _NAMES[:2]),
+        ("short", 2, _NAMES[:3]),
+        ("short", 1, _NAMES[:3]),
+        ("tight", 1, _NAMES),
+    )
+    for cells, facts, names in kinds:
+        for name in names:
+            yield _Look(cells, facts, name)
 
 
 class _PresetTable(FittedTable):
@@ -98,9 +136,17 @@ class _PresetTable(FittedTable):
 
     _shown: Sequence[PlanRow] = ()
     _counts: tuple[int, ...] = ()
-    """Numbers of GPUs."""
+    """Numbers of GPUs that are shown."""
+    _all_counts: tuple[int, ...] = ()
+    _first = 0
+    """The first of them that is shown."""
+    _noun = "GPU"
     _fixed = 2
     """Columns before those of the numbers of GPUs."""
+    room = 80
+    """Cells for all columns."""
+    cells = 0
+    """Cells that they take."""
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return action != "select_cursor" or self.row_count > 0
@@ -109,64 +155,122 @@ class _PresetTable(FittedTable):
         """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The
         cursor stays on its plan.
         """
-        at, width = self.cursor_coordinate, self.screen.size.width
-        before, count_at = self.chosen(), at.column - self._fixed
-        self._shown, self._counts = rows, counts
-        wide, spacious = width >= WIDE, width >= SPACIOUS
-        titles = ["model", "size", *(["tokens"] if spacious else [])]
-        self._fixed = len(titles)
-        columns = ["    " + plural(ranks, noun) for ranks in counts]
-        speeds = [
-            _speed(plan, wide=wide) for row in rows for plan in row.cells.values() if plan.fits
-        ]
-        room = max([7 if wide else 5, *map(len, speeds)])
-        longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
-        filled = [
-            (
-                row.preset,
-                [
-                    *self._model(row, longest, spacious=spacious),
-                    *(self._cell(row.cells[ranks], room, wide=wide) for ranks in counts),
-                ],
-            )
-            for row in rows
-        ]
-        self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
-        column = self._fixed + count_at if count_at >= 0 else at.column
+        at, before = self.cursor_coordinate, self.chosen()
+        # On the model, the cursor stays there.
+        gpus = self._counts[at.column - self._fixed] if before and at.column >= self._fixed else 0
+        self._shown, self._all_counts, self._noun = rows, counts, noun
+        if gpus not in counts or gpus not in self._fill(min(self._first, len(counts) - 1)):
+            self._fill(counts.index(gpus) if gpus in counts else 0)
+        column = self._fixed + self._counts.index(gpus) if gpus in self._counts else at.column
         preset = before[0].preset if before is not None else ""
         line = self.get_row_index(preset) if preset in self.rows else at.row
         self.move_cursor(row=line, column=column)
 
-    def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:
-        """Return the cells about a model, whose name takes at most ``longest``."""
+    def _fill(self, first: int) -> tuple[int, ...]:
+        """Show as many numbers of GPUs as there is room for, from one of them on, and return
+        them.
+        """
+        for look in _looks():
+            columns = self._columns(look, self._all_counts)
+            if (left := self.room - self._width(columns)) >= 0:
+                # Names have what is left.
+                longest = max((name.cell_len for name in columns[0][1]), default=0)
+                wider = replace(look, name=min(_NAMES[0], longest + left))
+                columns = self._columns(wider, self._all_counts)
+                break
+        widths = [self._width(columns[: look.facts])]
+        widths += [self._width([column]) for column in columns[look.facts :]]
+        most = len(self._all_counts)
+        while first and widths[0] + sum(widths[first : 1 + most]) <= self.room:
+            first -= 1  # no column is left empty
+        while most > first + 1 and widths[0] + sum(widths[1 + first : 1 + most]) > self.room:
+            most -= 1
+        shown = [*columns[: look.facts], *columns[look.facts :][first:most]]
+        self._first, self._fixed, self._counts = first, look.facts, self._all_counts[first:most]
+        filled = [
+            (row.preset, [cells[index] for _, cells in shown])
+            for index, row in enumerate(self._shown)
+        ]
+        self.cells = self._width(shown)
+        self.fill([title for title, _ in shown], filled)
+        return self._counts
+
+    def _columns(self, look: _Look, counts: Sequence[int]) -> list[tuple[str, list[Text]]]:
+        """Return title and cells of each column."""
+        facts = zip(*(self._model(row, look) for row in self._shown), strict=True)
+        columns = [*zip(("model", "size", "tokens")[: look.facts], map(list, facts), strict=False)]
+        columns = columns or [("model", [])]
+        for ranks in counts:
+            plans = [row.cells[ranks] for row in self._shown]
+            room = max((len(_speed(plan, look.cells)) for plan in plans if plan.fits), default=0)
+            cells = [self._cell(row, row.cells[ranks], look.cells, room) for row in self._shown]
+            columns.append(
+                (f"{'  ' if look.cells == 'tight' else '   '}{plural(ranks, self._noun)}", cells)
+            )
+        return columns
+
+    def _width(self, columns: Sequence[tuple[str, list[Text]]]) -> int:
+        fitting = (max([cell_len(title), *(c.cell_len for c in cells)]) for title, cells in columns)
+        return sum(width + 2 * self.cell_padding for width in fitting)
+
+    def _model(self, row: PlanRow, look: _Look) -> list[Text]:
+        """Return the cells about a model."""
         size = count(row.parameters, 1)
         if row.active_parameters < row.parameters:
-            size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
-        cells = [Text(shorten(row.title, longest)), Text(size, style=self._colour("$faint"))]
-        if spacious:
-            cells.append(Text(thousands(row.sequence_length), justify="right"))
-        return cells
+            size += f" MoE, {count(row.active_parameters, 1)} active" if look.facts > 2 else " MoE"
+        tokens = Text(thousands(row.sequence_length), style=self._colour("$faint"), justify="right")
+        name = Text(shorten(row.title, look.name))
+        return [name, Text(size, style=self._colour("$faint")), tokens][: look.facts]
 
-    def _cell(self, plan: Plan, room: int, *, wide: bool) -> Text:
-        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or
-        ``✗ too big``.
+    def _cell(self, row: PlanRow, plan: Plan, look: Cells, room: int) -> Text:
+        """Return how a plan offloads and how fast it is, or ``✗ host 922 > 464``.
 
         Speeds take ``room`` cells.
         """
-        text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
-        text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
-        if plan.verdict == "does not fit":
-            return text.append("too big", self._colour("$faint"))
-        if plan.mode == "gpu":
-            how = "no offload" if wide else "none"
-        else:
-            state = "tight " if plan.verdict == "tight" else "ratio "
-            how = f"{state if wide else ''}{plan.ratio:.2f}"
-        text.append(how, self._colour("$foreground"))
-        return text.append(f" {_speed(plan, wide=wide):>{room}}", self._colour("$faint"))
+        from so_tui.plan.show import shortfall
+
+        sign = f"{' ' if look == 'words' else ''}{SIGNS[plan.verdict]} "
+        verdict, accent, short = self._colour(STYLES[plan.verdict]), self._colour("$accent"), ""
+        if not plan.fits:
+            short = shortfall(plan)
+            if look == "tight":  # no marks: they are for what fits
+                return Text.assemble((sign, verdict), short.replace(" > ", ">"))
+        marks = f"{'★' if plan.recommended else ' '}{'⇡' if plan is _fastest(row) else ' '}"
+        text = Text.assemble((marks, accent), (sign, verdict), short)
+        if not plan.fits:
+            return text
+        if look != "tight":
+            how, wide = f"{plan.ratio:.2f}", 10 if look == "words" else 4
+            if look == "words":
+                how = f"{'tight' if plan.verdict == 'tight' else 'ratio'} {how}"
+            if plan.mode == "gpu":
+                how = "no offload" if look == "words" else "none"
+            text.append(f"{how:<{wide}} ", self._colour("$faint"))
+        return text.append(f"{_speed(plan, look):>{room}}", "bold")
 
     def _colour(self, variable: str) -> str:
         return self.app.theme_variables[variable.removeprefix("$")]
+
+    def _turn(self, by: int) -> bool:
+        """Show the number of GPUs that has no room beside the others, in place of one of them;
+        return whether there is one.
+        """
+        first, column = self._first + by, self.cursor_column
+        if not (first >= 0 and first + len(self._counts) <= len(self._all_counts)):
+            return False
+        row = self.cursor_row
+        self._fill(first)
+        self.move_cursor(row=row, column=column)
+        return True
+
+    def action_cursor_right(self) -> None:
+        last = self.cursor_column == len(self.columns) - 1
+        if not (last and self._turn(1)):
+            super().action_cursor_right()
+
+    def action_cursor_left(self) -> None:
+        if not (self.cursor_column == self._fixed and self._turn(-1)):
+            super().action_cursor_left()
 
     # The cursor.
 
@@ -208,14 +312,48 @@ def _best(row: PlanRow) -> Plan:
     return max(row.cells.values(), key=lambda plan: plan.recommended)
 
 
-def _speed(plan: Plan, *, wide: bool) -> str:
+def _fastest(row: PlanRow) -> Plan | None:
+    """Return the plan of a row that trains most tokens a second; None where fewer than two fit."""
+    fitting = [plan for plan in row.cells.values() if plan.fits and plan.useful_tokens_per_s_total]
+    if len(fitting) < 2:
+        return None
+    return max(fitting, key=lambda plan: plan.useful_tokens_per_s_total or 0)
+
+
+def _speed(plan: Plan, look: Cells) -> str:
     """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is
     predicted.
     """
     speed = plan.useful_tokens_per_s_total
-    return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""
+    return f"{rate(speed)}{'/s' if look == 'words' else ''}" if speed else ""
 
 
+def _legend(rows: Sequence[PlanRow], width: int) -> Content:
+    """Return what the marks of the table mean, as much of it as one line holds."""
+    plans = [plan for row in rows for plan in row.cells.values()]
+    shown = {plan.verdict for plan in plans}
+    unfit, tight = STYLES["does not fit"], STYLES["tight"]
+    entries = [
+        ("★", "$accent", "so-tui run starts this", any(plan.recommended for plan in plans)),
+        ("⇡", "$accent", "fastest", any(map(_fastest, rows))),
+        ("✗", unfit, f"needs > has ({memory_unit()[1]})", "does not fit" in shown),
+        ("~", tight, "tight", "tight" in shown),
+        ("0.90", "", "offload ratio", any(plan.fits and plan.mode != "gpu" for plan in plans)),
+    ]
+    line = Content("")
+    for sign, style, meaning, of_use in entries:
+        if not of_use:
+            continue
+        entry = Content.assemble((sign, style), (f" {meaning}", "$faint"))
+        gap = faint(" · ") if line.plain else Content("")
+        if line.cell_length + gap.cell_length + entry.cell_length <= width:
+            line = line + gap + entry
+    return line
+
+
+_LEAST_ROWS = 20
+"""Rows of a terminal from which on a line says what the program is for."""
+PURPOSE = "Full-parameter fine-tuning of 8B-70B models on GH200 superchips."
 FOLDED = Content.from_markup(
     "[@click=app.other_machine]o plans them for another machine[/][$faint], / finds one by name[/]"
 )
@@ -232,10 +370,11 @@ class PresetsScreen(FiltersTable):
     HELP_TEXT = (
         "Each row is a model, each column a number of GPUs. A cell shows whether that fits on this "
         "machine, which share of the optimizer states lives in host memory (the offload ratio; "
-        "none: all on the GPU), and the predicted tokens per second. ★ marks the recommended "
-        "number of GPUs."
+        "none: all on the GPU), and the predicted tokens per second; or, behind ✗, what memory it "
+        "needs and what is there. ★ marks what `so-tui run` starts, ⇡ the number of GPUs that "
+        "trains most tokens per second."
     )
-    BINDINGS = keys("presets", "other-machine", "more-presets")
+    BINDINGS = keys("presets", "all-reasons", "other-machine", "more-presets")
 
     table = getters.query_one(_PresetTable)
     about_machine = getters.query_one("#about-machine", Static)
@@ -254,17 +393,21 @@ class PresetsScreen(FiltersTable):
     """Whether jobs can be submitted from here."""
 
     def body(self) -> Iterable[Widget]:
+        yield Static(faint(PURPOSE), id="purpose")
         yield Static(Content.from_markup(FIRST_VISIT), id="first-visit")
         yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
-        yield _PresetTable(id="table", cursor_type="cell", classes="panel")
-        yield Static(id="folded")
-        with Vertical(id="chosen", classes="panel") as chosen:
-            chosen.border_title = "plan"
-            yield Static(id="detail-title", classes="section")
-            with VerticalScroll(id="detail-pane"):
-                yield Static(id="detail")
+        with Container(id="panels"):
+            with Vertical(id="fitting", classes="panel"):
+                yield _PresetTable(id="table", cursor_type="cell")
+                yield Static(id="legend")
+                yield Static(id="folded")
+            with Vertical(id="chosen", classes="panel") as chosen:
+                chosen.border_title = "plan"
+                yield Static(id="detail-title", classes="section")
+                with VerticalScroll(id="detail-pane"):
+                    yield Static(id="detail")
 
     def on_mount(self) -> None:
         self._wait("inspecting this machine and planning every preset for it …")
@@ -311,7 +454,9 @@ class PresetsScreen(FiltersTable):
         come back from another machine.
         """
         self._slurm = preset_actions.has_slurm()
-        self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
+        self.query_one("#fitting").border_title = Content.assemble(
+            "what fits on ", (machine.label, "bold")
+        )
         told, file, width = self.about_machine, self.app.machine_file, self.size.width - 4
         told.display = bool(file) or not machine.gpus
         if file:
@@ -370,17 +515,33 @@ class PresetsScreen(FiltersTable):
 
     def _fill(self) -> None:
         if self.rows:
-            self.table.show(self._shown_rows(), self.counts, "GPU" if self._on_gpus else "rank")
+            rows = self._shown_rows()
+            self.table.room = self._table_room
+            self.table.show(rows, self.counts, "GPU" if self._on_gpus else "rank")
+            room = self._table_room
+            if beside := self.has_class("-beside"):
+                room = min(room, max(_LEAST_TABLE, self.table.cells))
+            self.query_one("#fitting").styles.width = room + 4 if beside else None
+            self.query_one("#legend", Static).update(_legend(rows, room))
             folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
             needs = f"{plural(folded, 'model')} need{'s' if folded == 1 else ''} GPUs: "
             line.update(Content.assemble(needs, FOLDED))
 
+    @property
+    def _table_room(self) -> int:
+        """Cells for the columns of the table."""
+        width = self.size.width - (LEAST_PLAN if self.size.width >= BESIDE else 0)
+        return width - (6 if framed(self) else 2)
+
     def on_resize(self) -> None:
+        self.set_class(self.size.width >= BESIDE, "-beside")
+        self.query_one("#purpose").display = self.size.height >= _LEAST_ROWS
         if self.planned_for is not None:
             self._tell_of(self.planned_for)
         self._fill()
+        self.call_after_refresh(self._show_detail)
 
     @on(DataTable.CellHighlighted)
     def _show_detail(self) -> None:
@@ -393,9 +554,11 @@ class PresetsScreen(FiltersTable):
         row, plan = chosen
         noun = "GPU" if plan.on_gpus else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
-        width = max(40, self.size.width - (9 if framed(self) else 7))
+        pane = self.query_one("#detail-pane")
+        width = max(36, self.title_shown.content_size.width - 1)
         self.title_shown.update(plan_view.headline(plan, width, title))
-        self.detail.update(plan_view.whole(plan, "", width, plain=shows_ascii(self.app)))
+        plain, rows = shows_ascii(self.app), pane.content_size.height
+        self.detail.update(plan_view.as_roomy(plan, width, rows, plain=plain))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:
@@ -414,6 +577,10 @@ class PresetsScreen(FiltersTable):
 
     def left(self) -> None:
         self._hand_over(keep_edits=True)
+
+    def action_all_reasons(self) -> None:
+        if (chosen := self.table.chosen()) is not None:
+            plan_view.show_whole(self.app, chosen[0].title, chosen[1])
 
     def action_launch(self) -> None:
         if (chosen := self.table.chosen()) is not None:
@@ -481,7 +648,7 @@ class PresetsScreen(FiltersTable):
         show_dialog(self.app, dialog, added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action in ("launch", "preview_data"):
+        if action in ("launch", "preview_data", "all_reasons"):
             return bool(self.rows)
         if action == "configure":
             return self._slurm and bool(self.rows)

@@ -94,7 +94,7 @@ def _cells_of(
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(row.model, 24), style=faint),
-        CURVE: Text(curve.spark if curve is not None else "", style=accent),
+        CURVE: Text(curve.spark if curve is not None else "", style=colours["run"]),
         "step": Text(f"{thousands(state.step)}{total}", justify="right"),
         **{column: Text(number, justify="right") for column, number in numbers.items()},
         "age": Text(since, style=faint, justify="right"),
