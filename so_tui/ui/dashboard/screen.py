@@ -78,8 +78,8 @@ class DashboardScreen(ResizablePage):
         "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last "
         "steps is bright, evaluations have a colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ "
         "under a gap is a loss that is not a number. Each chip has a line: its GPU, its cores (A "
-        "run Adam, m the training process), the memory of its node, their link. Below, a node's dim "
-        "band reaches from its idlest to its busiest core; h shows the heat of its cores, and its "
+        "run Adam, m the training process), the memory of its node, their link. Below, a dim band "
+        "reaches from a node's idlest to its busiest core; h shows the heat of its cores, and its "
         "memory. Leaving this screen does not touch the run."
     )
     BINDINGS = keys("dashboard", "pages", "charts", "nodes", "more-of-a-run")
