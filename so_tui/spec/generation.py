@@ -95,6 +95,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     step: int | None = None
     """Of the checkpoint; None for a model that is not so-tui's."""
     parameters: int
+    random: bool = False
+    """Whether its training is known to have begun with random weights."""
 
 
 class Loaded(Struct, frozen=True, kw_only=True, tag="loaded"):

@@ -1,13 +1,12 @@
-"""NUMA nodes over time (load as mean and band, heat of cores, or memory), one cell per core with
-Adam and main cores marked, and memory.
+"""The hardware of a run or of this host: a line for each NUMA node and GPU, one where they are one
+chip, and nodes over time (load as mean and band, heat of cores, or memory).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -18,14 +17,11 @@ from textual.app import ComposeResult
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.trust.text import brief_line
-from so_tui.ui import run_status
 from so_tui.ui.charts.drawing import (
     GUTTER,
     RoleStyles,
     Scale,
     axis_row,
-    cells_in,
     gutter_text,
     joined,
     plot_key,
@@ -33,82 +29,22 @@ from so_tui.ui.charts.drawing import (
     with_cursor,
 )
 from so_tui.ui.charts.series import Axis, Line
-from so_tui.ui.lines import StyledLines, cells_of
+from so_tui.ui.lines import cells_of
+from so_tui.ui.node_lines import (
+    Cells,
+    CoreGroup,
+    NodePicture,
+    Table,
+    equal_parts,
+    group_cores,
+    level_of,
+    table_of,
+)
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Hosts, NodeView
 from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
-from so_tui.ui.widgets import SIDE, Rule, framed
-from so_tui.units import memory_of, memory_unit, plural
-from so_tui.units import memory_size as memory
-
-# Cores as cells: one cell a core where there is room, averages of neighbours where there is not.
-# Pure data in, text out.
-
-
-LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
-_Numbers = tuple[int, ...]
-_Cells = list[tuple[str, str]]
-"""Texts with their roles."""
-
-
-class _CoreGroup(NamedTuple):
-    """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ
-    without colour as well.
-    """
-
-    name: str
-    sign: str
-    role: str
-    cpus: _Numbers
-    positions: _Numbers
-    """Where its cores stand among those of the node."""
-
-
-_USES = (("adam", "Adam", "A"), ("main-core", "main", "m"), ("other", "other", "o"))
-"""Role, name and sign of each group, in their order on the row."""
-_Busy = Sequence[tuple[_CoreGroup, Sequence[int]]]
-"""Groups with the load of each of their cores, in percent."""
-
-
-@lru_cache(maxsize=64)
-def _group_cores(
-    cpus: _Numbers, adam: frozenset[int], main: frozenset[int]
-) -> tuple[_CoreGroup, ...]:
-    """Group a node's cores by the run's use of them, which stays the same from one sample to the
-    next; groups without a core are left out.
-    """
-    roles = ["adam" if cpu in adam else "main-core" if cpu in main else "other" for cpu in cpus]
-    return tuple(
-        _CoreGroup(name, sign, role, tuple(cpus[at] for at in found), found)
-        for role, name, sign in _USES
-        if (found := tuple(at for at, own in enumerate(roles) if own == role))
-    )
-
-
-def _heat_cells(busy: _Busy, width: int, glyphs: GlyphName) -> _Cells:
-    """Return one row: each group's sign and its cores, in at most ``width`` cells."""
-    room = width - 2 * len(busy)
-    cores = sum(len(loads) for _, loads in busy)
-    cells: _Cells = []
-    for group, loads in busy:
-        parts = _equal_parts(loads, max(1, min(len(loads), room * len(loads) // cores)))
-        shown = [_level(sum(part) / len(part), glyphs) for part in parts]
-        cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
-    return cells[1:]
-
-
-@lru_cache(maxsize=1024)  # hundreds of cores are drawn each second
-def _level(load: float, glyphs: GlyphName) -> str:
-    """Return the character of one core's load (percent)."""
-    levels = LEVELS[glyphs]
-    return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
-
-
-def _equal_parts(values: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Return ``count`` parts that follow each other."""
-    length = len(values)
-    return [values[at * length // count : (at + 1) * length // count] for at in range(count)]
-
+from so_tui.ui.widgets import SIDE, Rule, columns_title, framed
+from so_tui.units import memory_unit, plural
 
 # Heat of cores over time: rows are cores, folded to fit, columns are time. Pure data in, text out.
 
@@ -127,7 +63,7 @@ class _HeatRow(NamedTuple):
     """Where the cores stand among those of the node."""
 
 
-def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
+def _heat_rows(groups: Sequence[CoreGroup], height: int) -> list[_HeatRow]:
     """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as
     far as each group gets a row.
     """
@@ -138,7 +74,7 @@ def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
         _HeatRow(f"{group.sign}{cpus[0]:>{GUTTER - 2}} ", group.role, positions)
         for group, count in zip(shown, counts, strict=True)
         for cpus, positions in zip(
-            _equal_parts(group.cpus, count), _equal_parts(group.positions, count), strict=True
+            equal_parts(group.cpus, count), equal_parts(group.positions, count), strict=True
         )
         if cpus  # rounding may give a group more rows than it has cores
     ]
@@ -161,7 +97,7 @@ def _heat_texts(
         columns.append(history[start : stop : max(1, -(-(stop - start) // _SAMPLES_A_COLUMN))])
     return [
         "".join(
-            " " if not column else _level(_mean(column, row.positions), glyphs)
+            " " if not column else level_of(_mean(column, row.positions), glyphs)
             for column in columns
         )
         for row in rows
@@ -180,31 +116,18 @@ PERCENT = Scale(0, 100)
 NodePlot = Literal["load", "cores", "memory"]
 _PLOTS: dict[NodePlot, tuple[Sequence[str], str]] = {
     "load": ((), ""),
-    "cores": ((CORES,), "   rows are cores over time"),
-    "memory": (tuple(MEMORY), "   memory in use, and the file cache in it"),
+    "cores": ((CORES,), "rows are cores over time"),
+    "memory": (tuple(MEMORY), "memory in use, and the file cache in it"),
 }
 """What can be drawn of each node over time, with what must be kept of the samples for it, and what
 the panel's heading says of it.
 """
-TWO_COLUMNS = 148
-"""Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into
-each.
-"""
+TWO_COLUMNS = 100
+"""Cells from which on nodes over time stand in two columns."""
+FEW_CORES = 2
+"""Cores of a node up to which a band between the idlest and the busiest says nothing."""
 GAP = 2
 """Cells between two columns."""
-
-
-class _NodePicture(NamedTuple):
-    """A node with the ranks and GPUs that are bound to it."""
-
-    view: NodeView
-    host: str
-    """Its host, where the run has several; else empty."""
-    ranks: str
-    """``rank 0 · GPU 0``; empty where no rank is bound."""
-    groups: tuple[_CoreGroup, ...]
-    gpus: tuple[GpuView, ...]
-    """GPUs attached to this node whose load is drawn."""
 
 
 _Rows = list[list[Segment]]
@@ -221,8 +144,8 @@ def _node_columns(nodes: int, width: int) -> int:
 
 
 class NumaNodes(DrawnRowsMixin, can_focus=True):
-    """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row
-    of cores, above the x axis.
+    """A line for each node and GPU in aligned columns, and below them ``plot_height`` rows of
+    history of each node, in one or two columns, above the x axis.
     """
 
     ALLOW_MAXIMIZE = True
@@ -242,14 +165,18 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         "sign": "$faint",
         "empty": "",
         "cursor": "$warning",
-        "stale": "$warning",
         "full": "bold $warning",
+        "over": "bold $error",
     }
     DEFAULT_CSS = "NumaNodes { height: auto; }"
 
     def __init__(self) -> None:
         super().__init__(id="nodes")
-        self.pictures: tuple[_NodePicture, ...] = ()
+        self.pictures: tuple[NodePicture, ...] = ()
+        self.loose: tuple[GpuView, ...] = ()
+        """GPUs with a line of their own."""
+        self.labelled = True
+        """Whether the columns are named above."""
         self.axis: Axis | None = None
         self.cursor: float | None = None
         self.plot_height = 2
@@ -257,64 +184,87 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self._role_styles = RoleStyles(self.ROLES, {"title": "bold underline $accent"})
         self._plots: dict[tuple[str, int], tuple[object, _Rows]] = {}
         """What each node's plot was drawn for, and its rows."""
+        self._lines_of: tuple[object, object, object] = (None, None, None)
+        """What the lines were made for."""
+        self._table = Table([], [])
 
     def show(
-        self, pictures: tuple[_NodePicture, ...], axis: Axis | None, cursor: float | None = None
+        self,
+        pictures: tuple[NodePicture, ...],
+        loose: tuple[GpuView, ...],
+        axis: Axis | None,
+        cursor: float | None = None,
     ) -> None:
         """Show new data."""
-        rows = len(self.pictures)
-        self.pictures, self.axis, self.cursor = pictures, axis, cursor
-        if rows != len(pictures):
+        rows = self.lines
+        self.pictures, self.loose, self.axis, self.cursor = pictures, loose, axis, cursor
+        if rows != self.lines:
             self.redraw(layout=True)
         else:
             self.repaint()
 
     def row_key(self) -> tuple[object, ...]:
-        return *super().row_key(), glyphs_of(self.app), self.plot_height, self.plot
+        look = self.plot_height, self.plot, self.labelled
+        return *super().row_key(), glyphs_of(self.app), *look
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        rows = _node_rows(len(self.pictures), width) * (2 + self.plot_height)
-        return max(1, rows + bool(self.plot_height))
+        rows = _node_rows(len(self.pictures), width) * self.plot_height
+        return max(1, self.lines + rows + bool(self.plot_height))
+
+    @property
+    def lines(self) -> int:
+        """Lines of nodes and GPUs."""
+        return len(self.pictures) + len(self.loose)
+
+    def table(self, width: int) -> Table:
+        """Return the lines in ``width`` cells, made once for what is shown."""
+        labelled = self.labelled and not self.is_maximized
+        look = width, glyphs_of(self.app), labelled, memory_unit()
+        known, pictures, loose = self._lines_of
+        if known != look or pictures is not self.pictures or loose is not self.loose:
+            self._lines_of = look, self.pictures, self.loose
+            self._table = table_of(self.pictures, self.loose, *look[:3])
+        return self._table
 
     def draw_rows(self) -> list[Strip]:
         styles = self._role_styles.get(self)
         base = styles["base"]
         nodes, (whole, height) = len(self.pictures), self.size
-        if not nodes:
+        if not self.lines:
             nothing = Segment("no samples of this host yet", styles["note"])
             return [Strip([nothing]).adjust_cell_length(whole, base)]
+        strips = [
+            Strip(joined(cells, styles)).adjust_cell_length(whole, base)
+            for cells in self.table(whole).lines
+        ]
         columns = _node_columns(nodes, whole)
         width = (whole - GAP * (columns - 1)) // columns
         plot = self.plot_height
-        if self.is_maximized:
-            plot = max(plot, (height - 1) // _node_rows(nodes, whole) - 2)
+        if self.is_maximized and nodes:
+            plot = max(plot, (height - 1 - self.lines) // _node_rows(nodes, whole))
         axis = self.axis if width > GUTTER + 4 else None
-        blocks = []
-        for picture in self.pictures:
-            cores = picture.view.sample.cores
-            busy = [(group, [cores[at] for at in group.positions]) for group in picture.groups]
-            rows = [joined(_heading(picture, busy, width), styles)]
-            if plot and axis is not None:
-                rows += self._plotted(picture, axis, (width - GUTTER, plot), styles)
-            cells = _heat_cells(busy, width - 1, glyphs_of(self.app))
-            indent = min(GUTTER, max(1, width - sum(len(text) for text, _ in cells)))
-            blocks.append([*rows, joined([(" " * indent, "note"), *cells], styles)])
-        strips = _beside_each_other(blocks, columns, width, whole, base)
-        if plot and axis is not None:
-            corner = Segment(f"{axis.unit} "[-GUTTER:].rjust(GUTTER), styles["label"])
-            labels = [corner, *axis_row(axis, width - GUTTER, (), styles)]
-            strips += _beside_each_other([[labels]] * columns, columns, width, whole, base)
-        return strips
+        if not plot or axis is None or not nodes:
+            return strips
+        size = width - GUTTER, plot
+        blocks = [self._plotted(picture, axis, size, styles) for picture in self.pictures]
+        blocks += [[[] for _ in range(plot)]] * (-len(blocks) % columns)
+        strips += _beside_each_other(blocks, columns, width, whole, base)
+        corner = Segment(f"{axis.unit} "[-GUTTER:].rjust(GUTTER), styles["label"])
+        labels = [corner, *axis_row(axis, width - GUTTER, (), styles)]
+        return strips + _beside_each_other([[labels]] * columns, columns, width, whole, base)
 
     def _plotted(
-        self, picture: _NodePicture, axis: Axis, size: tuple[int, int], styles: dict[str, Style]
+        self, picture: NodePicture, axis: Axis, size: tuple[int, int], styles: dict[str, Style]
     ) -> _Rows:
         """Return the plot of a node with its labels and the cursor, cached but for that while the
         range does not move.
         """
         view = picture.view
-        heat = _heat_rows(picture.groups, size[1]) if self.plot == "cores" and view.cores else []
-        lines = (*view.load, *(gpu.load for gpu in picture.gpus))
+        named = picture.short if len(self.pictures) > 1 else ""
+        rows = size[1] - bool(named and size[1] > len(picture.groups))
+        heat = _heat_rows(picture.groups, rows) if self.plot == "cores" and view.cores else []
+        load = view.load[len(view.cpus) <= FEW_CORES :]
+        lines = (*load, *(gpu.load for gpu in picture.gpus))
         if self.plot == "memory":
             lines = view.memory
         look = size, glyphs_of(self.app), id(styles), self.plot, memory_unit()
@@ -322,9 +272,14 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         name = (view.host, view.sample.id)
         if name not in self._plots or self._plots[name][0] != key:
             if self.plot == "cores":
-                drawn = self._heat(view, heat, axis, size, styles)
+                drawn = self._heat(view, heat, axis, (size[0], rows), styles)
+                if rows < size[1]:
+                    drawn.insert(0, [Segment(named, styles["title"])])
             else:
                 drawn = self._curves(view, lines, axis, size, styles)
+                if named:  # in place of the highest label: the scale is in the lines above
+                    name = f"{shorten(named, GUTTER - 1):<{GUTTER}}"
+                    drawn[0][0] = Segment(name, styles["title"])
             self._plots[name] = key, drawn
         return [
             [label, *with_cursor(row, axis, self.cursor, size[0], styles["cursor"])]
@@ -364,32 +319,12 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         width, height = size
         edges = axis.indices(view.load[1], width)
         texts = _heat_texts(heat, view.cores, edges, glyphs_of(self.app))
-        rows: list[_Cells] = [
+        rows: list[Cells] = [
             [(row.label, "sign"), (text, row.role)] for row, text in zip(heat, texts, strict=True)
         ]
         rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
         rows += [[(" " * GUTTER + text, "note")] for text in rest]
         return [joined(row, styles) for row in rows]
-
-
-def _heading(picture: _NodePicture, busy: _Busy, width: int) -> _Cells:
-    """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
-    GiB``, shortened to fit.
-    """
-    node = (picture.host, f"node {picture.view.sample.id}")
-    for ranks, long, whose in (
-        (picture.ranks, True, True),
-        (picture.ranks, False, True),
-        (picture.ranks, False, False),
-        ("", False, False),
-    ):
-        name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
-        parts = [[(name, "title")], *_figures(picture, busy, long=long, whose=whose)]
-        if cells_in(chain(*parts)) <= width:
-            break
-    while cells_in(chain(*parts)) > width and len(parts) > 1:
-        parts.pop()  # whole: a cut number is another number
-    return list(chain(*parts))
 
 
 def _beside_each_other(
@@ -409,76 +344,57 @@ def _beside_each_other(
     return strips
 
 
-def _figures(picture: _NodePicture, busy: _Busy, *, long: bool, whose: bool) -> list[_Cells]:
-    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign
-    processes and ``whose``, memory.
-    """
-    sample = picture.view.sample
-    mean = sum(sample.cores) / len(sample.cores)
-    parts: list[_Cells] = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
-    gpus = [gpu.sample for gpu in picture.gpus] if long else []
-    parts += [
-        [(f"  GPU {gpu.index}", "gpu"), (f" {gpu.busy_percent} %", "label")]
-        for gpu in gpus
-        if gpu.busy_percent is not None
-    ]
-    for group, loads in busy:
-        mean = sum(loads) / len(loads)
-        if long or group.role != "other" or len(busy) == 1 or mean >= 5:
-            cores = f" {plural(len(loads), 'core')}" if long else ""
-            name = (f"{group.name}{cores}", group.role)
-            parts.append([(f"  {group.sign} ", "sign"), name, (f" {mean:.0f} %", "label")])
-    for process in picture.view.foreign[: 3 if long else 1]:
-        core = "core " if whose else ""
-        owner = " of another user" if whose and not process.own else ""
-        who = f"{brief_line(process.name, 15)}{owner}"
-        parts.append([(f"  ! {who} {process.cores:.1f} cores on {core}{process.cpu}", "full")])
-    # File cache gives way, so a node full of it is not full.
-    full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
-    used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
-    parts.append([("  memory " if long else "  ", "note"), (used, "full" if full else "value")])
-    if long:
-        parts[-1].append((f", cache {memory(sample.file_cache_bytes, 0)}", "note"))
-    return parts
-
-
 # The hardware of a run or of this host: every NUMA node with its cores, memory and load over time,
 # and every GPU.
 
 
 class NumaPanel(KeptVertical):
-    """A title line, the NUMA nodes under each other, a line for each GPU, and what else is to stand
+    """A title line that names the columns, NUMA nodes and GPUs in lines, and what else is to stand
     below them.
     """
 
-    heading = getters.child_by_id("nodes-rule", Rule)
+    heading = getters.query_one("#nodes-rule", Rule)
     nodes = getters.query_one("#nodes", NumaNodes)
-    gpus = getters.query_one("#gpus", StyledLines)
 
     def __init__(self, *below: Widget) -> None:
         self._below = below
         """What else the frame surrounds."""
+        self._width = 0
         super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         with KeptVertical(classes="frame"):
             yield NumaNodes()
-            yield StyledLines(id="gpus")
             yield from self._below
 
     def show(
         self, shown: Hosts, axis: Axis | None, width: int, cursor: float | None = None
     ) -> None:
-        """Show the nodes over ``axis``, and the GPUs, in a panel of ``width`` cells."""
-        self.gpus.display = bool(shown.gpus)
-        self.gpus.update(run_status.gpu_lines(shown.gpus, self.inner(width)))
+        """Show nodes, over ``axis``, and GPUs in a panel of ``width`` cells."""
+        self._width = width
         self.show_nodes(shown, axis, cursor)
 
     def show_nodes(self, shown: Hosts, axis: Axis | None, cursor: float | None = None) -> None:
         """Show the nodes over another axis."""
-        self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis, cursor)
-        self.heading.update("NUMA", _figure(shown, self.nodes.plot))
+        pictures = tuple([_picture(shown, node) for node in shown.nodes])
+        joined_gpus = {id(picture.gpus[0]) for picture in pictures if picture.alone is not None}
+        loose = tuple([view for view in shown.gpus if id(view) not in joined_gpus])
+        self.nodes.show(pictures, loose, axis, cursor)
+        self._show_heading(shown)
+
+    def _show_heading(self, shown: Hosts) -> None:
+        """Name the columns, unless there is no room beside what must be known of the figures."""
+        counted, note = _figure(shown, self.nodes.plot)
+        title = "NUMA nodes"
+        if self.nodes.lines and self._width:
+            labels = self.nodes.table(self.inner(self._width)).labels
+            first = self.nodes.pictures[0].short.partition(" ")[0] if self.nodes.pictures else "GPU"
+            named = columns_title(first, labels, SIDE if framed(self) else 0)
+            if not note or len(named) + len(note) + 9 <= self._width:
+                title = named
+        both = f"{counted}   {note}" if note else counted
+        self.heading.update(title, *((both, note) if note else (counted,)))
 
     @property
     def wanted(self) -> Sequence[str]:
@@ -502,34 +418,29 @@ class NumaPanel(KeptVertical):
         """Give every node ``history`` rows of its load over time, and show or hide the title line
         and with it the frame.
         """
-        self.heading.display = heading
+        self.heading.display = self.nodes.labelled = heading
         self.set_class(not heading, "-bare")
         if history != self.nodes.plot_height:
             self.nodes.plot_height = history
             self.nodes.redraw(layout=True)
 
 
-def _figure(shown: Hosts, plot: NodePlot) -> str:
+def _figure(shown: Hosts, plot: NodePlot) -> tuple[str, str]:
+    """Return how much hardware is shown, and what must be known of its figures."""
     cores = sum(len(node.cpus) for node in shown.nodes)
     if not cores:
-        return "waiting for the first sample"
-    when = ", means while it trained" if shown.averaged else ""
+        return "", "waiting for the first sample"
+    when = "means while it trained" if shown.averaged else ""
     if shown.inspected is not None:
         sampled = shown.inspected.samples
-        when = ", at the cursor" if sampled else ", now: nothing was sampled at the cursor"
+        when = "at the cursor" if sampled else "now: nothing was sampled at the cursor"
     hosts = f" of {plural(shown.count, 'host')}" if shown.count > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
-    signs = ": A Adam, m main, o other" if shown.ranks else ""
-    return f"{counted}{when}{_PLOTS[plot][1]}   a cell is a core{signs}"
+    return counted, "   ".join(filter(None, (when, _PLOTS[plot][1])))
 
 
-def rank_name(rank: int, gpu: int | None) -> str:
-    """Return ``rank 0 · GPU 0``, or ``rank 0``."""
-    return f"rank {rank}" if gpu is None else f"rank {rank} · GPU {gpu}"
-
-
-def _picture(shown: Hosts, node: NodeView) -> _NodePicture:
-    """Join a node's load with the ranks and GPUs that are bound to it."""
+def _picture(shown: Hosts, node: NodeView) -> NodePicture:
+    """Join a node's load with the ranks that are bound to it, and their GPUs or those attached."""
     own = set(node.cpus)
     ranks = [
         rank for rank in shown.ranks if own.intersection(rank.cpus) and rank.host in (node.host, "")
@@ -537,10 +448,20 @@ def _picture(shown: Hosts, node: NodeView) -> _NodePicture:
     adam = frozenset(cpu for rank in ranks for cpu in rank.adam_cpus)
     main = frozenset(cpu for rank in ranks for cpu in rank.main_cpus)
     used = {rank.gpu for rank in ranks}
-    return _NodePicture(
+    return NodePicture(
         node,
         node.host if shown.count > 1 else "",
-        " · ".join(rank_name(rank.rank, rank.gpu) for rank in ranks),
-        _group_cores(node.cpus, adam, main),
-        tuple(gpu for gpu in shown.gpus if gpu.host == node.host and gpu.sample.index in used),
+        tuple(sorted(rank.rank for rank in ranks)),
+        group_cores(node.cpus, adam, main),
+        tuple(
+            [
+                gpu
+                for gpu in shown.gpus
+                if gpu.host == node.host
+                and (
+                    shown.gpu_nodes.get(gpu.sample.index) == node.sample.id
+                    or gpu.sample.index in used
+                )
+            ]
+        ),
     )

@@ -15,11 +15,11 @@ from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 from so_tui.plan.saving import may_lose_much, saving_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
 from so_tui.spec.run_spec import CheckpointSpec
-from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.lines import NEARLY_FULL, Piece, Pieces, fill_pieces, legend, stacked, step_parts
-from so_tui.ui.snapshot import GpuView, Snapshot
+from so_tui.trust.text import brief_message
+from so_tui.ui.lines import Piece, Pieces, fill_pieces, legend, stacked, step_parts
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
-from so_tui.units import age, bandwidth, duration, memory_of, thousands
+from so_tui.units import age, bandwidth, duration, thousands
 
 # From the confirmation to the first step: what a run does meanwhile, and how long each part takes.
 # Pure.
@@ -360,69 +360,6 @@ def _worker_texts(record: StepRecord) -> list[Content]:
         adam = f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}"
         texts.insert(0, [adam, *pieces])
     return [faint(f"  {', '.join(text)}") for text in texts] or [Content("")]
-
-
-def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
-    """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are
-    many and little room.
-    """
-    several_hosts = len({view.host for view in gpus}) > 1
-    beside = 2 if len(gpus) > 2 and width < 100 else 1
-    cell = width // beside
-    pieces: Pieces = []
-    for number, view in enumerate(gpus, 1):
-        host = brief_line(view.host, 16) if several_hosts else ""
-        line = _gpu_line(view, cell if beside == 1 else cell - 2, host=host)
-        pieces += [*line, "\n" if number % beside == 0 else " " * (cell - _cells(line))]
-    # At once: this is drawn every second, and joining contents costs more than drawing them.
-    return Content.assemble(*pieces[:-1])
-
-
-def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
-    from so_tui.plan.plan import GPU_MARGIN
-
-    gpu = view.sample
-    bar = 12 if width > 60 else 6
-    # The colour of its line over the load of its node.
-    line: Pieces = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
-    figures: list[Pieces] = []
-    if (busy := gpu.busy_percent) is not None:
-        figures.append([*fill_pieces(busy / 100, bar, "$gpu"), f" {busy:3} %"])
-    if (used := gpu.memory_used_bytes) is not None and gpu.memory_total_bytes:
-        share = used / gpu.memory_total_bytes
-        text = memory_of(used, gpu.memory_total_bytes)
-        style = "$warning" if share > 1 - GPU_MARGIN else "$memory"
-        style = "$error" if share > NEARLY_FULL else style
-        figures.append([*fill_pieces(share, bar, style), f" {text}"] if width > 60 else [text])
-    if gpu.power_w is not None:
-        figures.append([_watts(gpu.power_w, gpu.power_limit_w)])
-    if gpu.clock_mhz is not None:
-        held = f" ▼ {brief_line(', '.join(gpu.throttling), 24)}" if gpu.throttling else ""
-        figures.append([f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")])
-    if gpu.temperature_c is not None:
-        figures.append([f"{gpu.temperature_c} °C"])
-    for name, to_host, to_gpu in (
-        ("C2C", gpu.c2c_to_host_bytes_per_s, gpu.c2c_to_gpu_bytes_per_s),
-        ("PCIe", gpu.pcie_to_host_bytes_per_s, gpu.pcie_to_gpu_bytes_per_s),
-    ):
-        if to_host is not None and to_gpu is not None:
-            text = f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in"
-            figures.append([(f"{name} ", "$faint"), text])
-    if gpu.module_power_w is not None:
-        power = _watts(gpu.module_power_w, gpu.module_power_limit_w)
-        figures.append([("module ", "$faint"), power])
-    free = width - _cells(line)
-    for figure in figures:
-        free -= 2 + _cells(figure)
-        if free < 0:
-            break
-        line += ["  ", *figure]
-    return line
-
-
-def _watts(power_w: float, limit_w: float | None) -> str:
-    limit = f" of {thousands(round(limit_w))}" if limit_w else ""
-    return f"{thousands(round(power_w))}{limit} W"
 
 
 def _cells(pieces: Iterable[Piece]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -41,6 +41,8 @@ _STEPS_BACK = 50
 """How far the last recorded step may lie before the cursor: a run may record only some of its
 steps.
 """
+_STEPS_ON = 20
+"""How many steps after the cursor are read as well, for their rows in the log."""
 _REACHES_S = (1.5, 15.0, 90.0, 900.0)
 """How long after a step the sample may end that covers it; older samples are kept as means of 10 s,
 1 min and 10 min.
@@ -59,13 +61,15 @@ class Inspected:
     step: StepRecord | None
     samples: Mapping[str, Sample]
     """Means of each host during the step."""
+    around: tuple[StepRecord, ...] = ()
+    """Steps before and after it."""
 
 
 def inspect(reader: RunReader, position: Span) -> Inspected:
     """Return what is known of a position. Raises OSError."""
     step, time = position
-    last = deque(reader.metrics.steps(step - _STEPS_BACK, step), maxlen=1)
-    record = last[0] if last else None
+    around = tuple(reader.metrics.steps(step - _STEPS_BACK, step + _STEPS_ON))
+    record = next((record for record in reversed(around) if record.step <= step), None)
     begin = time
     if record is not None and abs(record.time - time) < _SAME_S:
         begin = record.time - record.step_s
@@ -76,7 +80,7 @@ def inspect(reader: RunReader, position: Span) -> Inspected:
             if rows := [row for row in found if row.mean.time - row.mean.interval_s <= time]:
                 samples[host] = roll_up(rows).mean
                 break
-    return Inspected(position, record, samples)
+    return Inspected(position, record, samples, around)
 
 
 # The load of a run's hosts over time, by NUMA node and GPU, from the supervisors' samples.
@@ -156,6 +160,8 @@ class Hosts:
     """Where they were last seen."""
     inspected: Inspected | None = None
     """What is known of the cursor's position; nodes and GPUs show its samples then."""
+    gpu_nodes: Mapping[int, int | None] = field(default_factory=dict)
+    """NUMA node of each GPU by its index, as far as that is known."""
     averaged: bool = False
     """Nodes and GPUs show means over the training, because the run has ended and its host now does
     other work.
@@ -384,11 +390,13 @@ class Loads:
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
         during = inspected.samples if inspected is not None else {}
         binding = self._reader.metrics.events.binding
+        gpus = machine.gpus if machine else ()
         return replace(
             self.store.view({**self._latest, **self._means, **during}, cpus),
             ranks=binding.ranks if binding is not None else (),
             placement=tuple(place for host in self._placement.values() for place in host),
             inspected=inspected,
+            gpu_nodes={gpu.index: gpu.numa_node for gpu in gpus},
             averaged=bool(self._means) and not during,
         )
 

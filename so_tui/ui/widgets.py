@@ -4,7 +4,7 @@ more than the rest of the first paint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,21 @@ class Rule(Grip):
         line = "─" * (room - figure.cell_length - 2)
         between, end = (f" {line} ", f" ─{right}") if in_frame else ("   ", f" {line}{right}")
         return Content.assemble(f"{left}─ ", title, between, figure, end)
+
+
+TITLE_AT = 3
+"""Cells of a title line before its title."""
+
+
+def columns_title(first: str, labels: Iterable[tuple[int, str]], before: int) -> str:
+    """Return a title that names columns: ``first``, then each with the cell of a row at which it
+    begins; rows begin at cell ``before`` of the title line. A name without room is left out.
+    """
+    title = first
+    for at, label in labels:
+        if (start := at + before - TITLE_AT) > len(title):
+            title = f"{title} ".ljust(start - 1, "─") + f" {label}"
+    return title
 
 
 def _faint(text: str | Content) -> Content:

@@ -329,6 +329,6 @@ def _write_log(
     ]
     for step in range(max(1, steps - 200), steps + 1):
         when = time.strftime("%H:%M:%S", time.localtime(began + 42 + step * STEP_S))
-        done = f"step {step}/{total}  loss {_loss(step):.4f}  lr 9.1e-06  3.10 s"
+        done = f"step {step:,}/{total:,}  loss {_loss(step):.4f}  gradient norm 1  3.100 s"
         lines.append(f"{when} rank 0  {done}")
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")

@@ -12,6 +12,8 @@ from typing import TypeVar
 import pytest
 from rich.text import Text
 from textual import events
+from textual.keys import _character_to_key as character_to_key
+from textual.keys import key_to_character
 from textual.pilot import Pilot
 from textual.screen import Screen
 from textual.widget import Widget
@@ -194,3 +196,12 @@ async def opened(
             if shows:
                 await driver.state_shown(shows)
             yield driver
+
+
+async def burst(ui: Driver, *keys: str, into: str, expected: str) -> None:
+    """Press keys, and type the last ones, without waiting for the effect of any, until a field has
+    the text that is ``expected``.
+    """
+    for key in (*keys, *map(character_to_key, expected)):
+        ui.app.post_message(events.Key(key, key_to_character(key)))
+    await ui.until(lambda: ui.screen.query(into) and ui.find(into, Input).value == expected)

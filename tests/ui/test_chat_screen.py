@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from so_tui.spec.generation import (
     Loaded,
     LoadModel,
     ModelFacts,
+    Progress,
     Prompt,
     Rejected,
     Sampling,
@@ -30,7 +33,7 @@ from tests.support.launching import tiny
 from tests.support.pictured import FixedModel
 from tests.support.problems import refusal
 from tests.support.python_path import python_path
-from tests.support.screen import Driver, opened
+from tests.support.screen import Driver, burst, opened
 
 SLOW_S = 120
 """A helper process imports transformers, which takes its time on a busy machine."""
@@ -62,12 +65,10 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
     async with opened(runs_dir, (80, 24)) as ui:
         load = named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")
         screen = await talk(ui, load)
-        question = screen.query_one("#question", Input)
-        assert question.disabled
-        await ui.until(lambda: not question.disabled, SLOW_S)
+        # Typed while the models are being loaded.
         await ui.type_text("Add 2 and 3.")
         await ui.press("enter")
-        await ui.until(lambda: ui.text().count("8 tokens in") == 2)
+        await ui.until(lambda: ui.text().count("8 tokens in") == 2, SLOW_S)
         assert ui.text().count("> Add 2 and 3.") == 2
         assert "step 5" in ui.text()
         await ui.press("f2")
@@ -118,7 +119,6 @@ async def test_a_model_that_does_not_stop_is_left(
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     async with opened(runs_dir) as ui:
         screen = await talk(ui, LoadModel(folder=str(tmp_path)))
-        await ui.until(lambda: not screen.query_one("#question", Input).disabled)
         await ui.type_text("Well?")
         await ui.press("enter")
         await ui.until(lambda: screen.writing)
@@ -156,7 +156,6 @@ async def test_each_model_goes_on_from_its_own_answers(
     monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", Forgetful)
     async with opened(runs_dir) as ui:
         screen = await talk(ui, LoadModel(folder="one"), "Be brief.")
-        await ui.until(lambda: not screen.query_one("#question", Input).disabled)
         for number, text in enumerate(("One?", "Two?"), 1):
             await ui.until(lambda: not screen.writing)
             await ui.type_text(text)
@@ -166,6 +165,106 @@ async def test_each_model_goes_on_from_its_own_answers(
             prompt.side: [turn.content for turn in prompt.turns] for prompt in Forgetful.asked[1]
         } == {"tuned": ["Be brief.", "One?", "1", "Two?"], "base": ["Be brief.", "Two?"]}
         assert "too long" in ui.text()
+
+
+class Slow(FixedModel):
+    """Stands in for a helper process that loads until it is told to go on, or to fail."""
+
+    go_on: ClassVar[threading.Event]
+    fails: ClassVar[bool]
+    asked: ClassVar[list[str]]
+
+    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
+        self.asked.append(prompts[0].turns[-1].content)
+        return super().ask(prompts, sampling)
+
+    def events(self) -> Iterator[Event]:
+        yield Progress(message="loading the newest checkpoint")
+        assert self.go_on.wait(60)
+        if self.fails:
+            raise reject("checkpoint-missing", "run", "one", "has no checkpoint yet", "Train it.")
+        yield from super().events()
+
+
+@pytest.fixture
+def slow_model(monkeypatch: pytest.MonkeyPatch, runs_dir: Path) -> Iterator[type[Slow]]:
+    Slow.go_on, Slow.fails, Slow.asked = threading.Event(), False, []
+    monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", Slow)
+    create_run(tiny(), runs_dir)
+    yield Slow
+    Slow.go_on.set()
+
+
+async def test_what_is_typed_while_a_model_loads_is_asked(
+    runs_dir: Path, slow_model: type[Slow]
+) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: ui.app.runs)
+        await ui.press("4")
+        # `q` leaves so-tui on other screens, `1` shows Presets, `,` opens the settings.
+        await burst(ui, "C", into="ChatScreen #question", expected="quick, 1 question?")
+        await ui.press("enter")
+        await ui.until(lambda: "loading the newest checkpoint" in ui.text())
+        await ui.until(lambda: re.search(r"loading .* \d+ s", ui.text()))
+        assert slow_model.asked == []
+        slow_model.go_on.set()
+        await ui.until(lambda: slow_model.asked == ["quick, 1 question?"])
+        await ui.until(lambda: "> quick, 1 question?" in ui.text())
+
+
+async def test_a_question_that_is_still_typed_is_not_asked(
+    runs_dir: Path, slow_model: type[Slow]
+) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: ui.app.runs)
+        await ui.press("4")
+        await burst(ui, "C", into="ChatScreen #question", expected="Why")
+        await ui.press("enter")
+        await ui.type_text(" q")
+        slow_model.go_on.set()
+        await ui.until(lambda: ui.screen.query("_Column"))
+        assert slow_model.asked == []
+        assert ui.find("#question", Input).value == "Why q"
+        await ui.press("enter")
+
+
+async def test_letters_are_no_commands_once_loading_failed(
+    runs_dir: Path, slow_model: type[Slow]
+) -> None:
+    slow_model.fails = True
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: ui.app.runs)
+        await ui.press("4")
+        await burst(ui, "C", into="ChatScreen #question", expected="Why?")
+        slow_model.go_on.set()
+        await ui.until(lambda: "has no checkpoint yet" in ui.text())
+        await ui.press("q", "1", "D")
+        assert isinstance(ui.screen, ChatScreen)
+        assert ui.find("#question", Input).value == "Why?"
+        await ui.press("escape")
+        await ui.until(lambda: isinstance(ui.screen, RunsScreen))
+
+
+async def test_nonsense_is_announced_for_random_weights(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trained(FixedModel):
+        steps: int | None = 60
+
+        def events(self) -> Iterator[Event]:
+            facts = ModelFacts(side="tuned", name="m", parameters=1, step=self.steps, random=True)
+            yield Loaded(models=(facts,), device="CPU", layout="plain text")
+
+    monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", Trained)
+    async with opened(runs_dir) as ui:
+        await talk(ui, LoadModel(run=str(runs_dir)))
+        await ui.until(lambda: "on CPU" in ui.text())
+        assert "nonsense" in ui.text()
+        Trained.steps = 60_000
+        await ui.press("escape")
+        await talk(ui, LoadModel(run=str(runs_dir)))
+        await ui.until(lambda: "on CPU" in ui.text())
+        assert "nonsense" not in ui.text()
 
 
 async def test_why_a_run_cannot_be_asked_is_shown(

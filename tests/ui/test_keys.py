@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import pytest
 from textual import events
 from textual.keys import _character_to_key as character_to_key
-from textual.keys import key_to_character
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Button, Input
 
 from so_tui import ui as package
+from so_tui.launch.helper_jobs import Progress
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
+from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import ChartLayout
+from so_tui.ui.chat.screen import ChatScreen
 from so_tui.ui.configure.plan_pane import WhatIf
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
@@ -34,7 +37,7 @@ from so_tui.ui.runs.table import RunTable
 from so_tui.ui.text import Content
 from tests.support.make_run import write_run
 from tests.support.records import append_records
-from tests.support.screen import Driver, opened, rows_of
+from tests.support.screen import Driver, burst, opened, rows_of
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
@@ -121,8 +124,8 @@ READ_FIRST: dict[type[ModalScreen[Any]], str] = {
     ValidationScreen: "#report-status",
 }
 """What dialogs that read something fill then, which moves their buttons."""
-ELSEWHERE = {DataPreviewScreen}
-"""Starts a process; it is closed by mouse in test_data_preview_screen.py."""
+ELSEWHERE = {ChatScreen, DataPreviewScreen}
+"""They start a process, and are closed by mouse in tests of their own."""
 
 
 def test_no_dialog_is_forgotten() -> None:
@@ -244,15 +247,6 @@ async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
 # Keys that arrive all at once act in their order: what is typed for a field reaches it.
 
 
-async def burst(ui: Driver, *keys: str, into: str, expected: str) -> None:
-    """Press keys, and type the last ones, without waiting for the effect of any, until a field has
-    the text that is ``expected``.
-    """
-    for key in (*keys, *map(character_to_key, expected)):
-        ui.app.post_message(events.Key(key, key_to_character(key)))
-    await ui.until(lambda: ui.screen.query(into) and ui.find(into, Input).value == expected)
-
-
 async def test_bursts_in_log_presets_and_runs(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5)
     async with opened(runs_dir, open_run=run, shows="training") as ui:
@@ -278,3 +272,50 @@ async def test_bursts_in_configure(runs_dir: Path) -> None:
         # A field is selected when it is entered.
         find = ("slash", *map(character_to_key, "micro batch"), "enter")
         await burst(ui, *find, into="#field-train-micro_batch Input", expected="3")
+
+
+# What is typed while something loads is text, or nothing: never a command of what lies below.
+
+
+async def test_letters_while_a_dialog_checks_stay_in_its_field(runs_dir: Path) -> None:
+    go_on = threading.Event()
+
+    def read(text: str) -> str:
+        assert go_on.wait(60)
+        raise reject("invalid-name", "name", text, "is not known", "Give another.")
+
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        ask = AskText("Ask", "hint", Input(), yes="Yes", read=read, slow="looking for {}")
+        ui.app.push_screen(ask)
+        await ui.until(lambda: isinstance(ui.app.focused, Input))
+        await ui.type_text("one")
+        await ui.press("enter")
+        await ui.until(lambda: "looking for one" in ui.text())
+        await ui.type_text(" q1Dl,")
+        go_on.set()
+        await ui.until(lambda: "is not known" in ui.text())
+        assert ui.screen.query_one(Input).value == "one q1Dl,"
+
+
+async def test_letters_while_data_is_read_do_nothing_below(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def preview(*_: object, **__: object) -> Iterator[Progress]:
+        yield Progress(message="reading", done_rows=1, total_rows=2)
+        assert go_on.wait(60)
+
+    monkeypatch.setattr("so_tui.launch.helper_jobs.preview_data", preview)
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        await ui.press("d")
+        await ui.until(lambda: "reading" in ui.text())
+        await ui.press("m", "g", "r", "1", "4", "l", "D", "t", "comma")
+        assert isinstance(ui.screen, DataPreviewScreen)
+        await ui.press("q")
+        await ui.until(lambda: not isinstance(ui.screen, DataPreviewScreen))
+        assert ui.app.is_running
+        assert ui.app.current_mode == "presets"
+        go_on.set()

@@ -16,8 +16,10 @@ from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.ui import snapshot
 from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, sampled_lines
-from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
+from so_tui.ui.node_lines import LEVELS, NodePicture, group_cores, table_of
+from so_tui.ui.numa_nodes import NumaNodes, NumaPanel, _heat_rows, _heat_texts
 from so_tui.ui.snapshot import CORES, Loads, LoadStore, sampled_value
+from so_tui.units import GIB
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import append_samples
 from tests.support.screen import SIZES, opened, rows_of
@@ -33,7 +35,7 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(
     cores: int, adam: int, main: int, height: int
 ) -> None:
     cpus = tuple(range(1000, 1000 + cores))
-    groups = _group_cores(cpus, frozenset(cpus[:adam]), frozenset(cpus[adam:main]))
+    groups = group_cores(cpus, frozenset(cpus[:adam]), frozenset(cpus[adam:main]))
     rows = _heat_rows(groups, height)
     lost = height == 17
     assert len(rows) == min(height, cores) - lost
@@ -46,7 +48,7 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(
 
 
 def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
-    groups = _group_cores((0, 1, 2, 3), frozenset({0, 3}), frozenset({1, 2}))
+    groups = group_cores((0, 1, 2, 3), frozenset({0, 3}), frozenset({1, 2}))
     rows = _heat_rows(groups, 2)
     assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main-core", (1, 2))]
     history = [bytes(loads) for loads in ((100, 0, 0, 100), (0, 50, 50, 0), (100, 0, 0, 0))]
@@ -98,12 +100,59 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
     async with opened(runs_dir, (200, 50), open_run=run, shows="training") as ui:
         nodes = ui.find("#nodes", NumaNodes)
         await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.foreign)
-        heading = nodes.render_line(0).text
-        assert "of another user 1.5 cores on core 66" in heading
-        assert "\x1b" not in heading
+        line = nodes.render_line(0).text
+        assert re.search(r"! \S+ 1\.5 cores on 66 +of another user", line), line
+        assert "\x1b" not in line
         await ui.resize(80, 24)
-        heading = nodes.render_line(0).text.rstrip()
-        assert re.search(r"  ! \S+ 1\.5 cores on 66(  \d+ of \d+ GiB)?$", heading), heading
+        line = nodes.render_line(0).text.rstrip()
+        assert re.search(r"! \S+ 1\.5 cores on 66$", line), line
+
+
+SUPERCHIPS = re.compile(
+    r"chip (?P<chip>\d) .* (?P<busy>\d+) % +(?P<gpu>\d+/\d+ GiB).* A \S+ +\d+ %.*"
+    r" (?P<host>\d+/\d+ GiB)"
+)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 220])
+async def test_a_superchip_has_one_line_with_whole_figures(runs_dir: Path, width: int) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5)
+    async with opened(runs_dir, (width, 36), open_run=run, shows="training") as ui:
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.until(lambda: len(nodes.pictures) == 4)
+        lines = [SUPERCHIPS.search(line) for line in rows_of(nodes)[:4]]
+        assert [found and found["chip"] for found in lines] == ["0", "1", "2", "3"], rows_of(nodes)
+        for found, picture in zip(lines, nodes.pictures, strict=True):
+            assert found is not None
+            gpu = picture.gpus[0].sample
+            assert found["busy"] == str(gpu.busy_percent)
+            assert found["gpu"] == "78/95 GiB"
+            used = round(picture.view.sample.memory_used_bytes / GIB)
+            assert found["host"] == f"{used}/117 GiB"
+        assert "GPU 0" not in ui.text(), "no second list"
+        heading = ui.find("NumaPanel", NumaPanel).heading.render().plain
+        for name, mark in (("Adam", "A "), ("main", "m ")):
+            row = ui.lines()[nodes.region.y]
+            title = ui.lines()[nodes.region.y - 1]
+            assert title.index(name) == row.index(f" {mark}") + 1, (title, row)
+        assert "host memory" in heading
+
+
+def test_hardware_is_named_only_as_far_as_it_is_known() -> None:
+    store = LoadStore()
+    gpus = [GpuSample(index=at, busy_percent=5, pcie_to_gpu_bytes_per_s=1e9) for at in range(2)]
+    gpus[0] = replace(gpus[0], pcie_to_host_bytes_per_s=2e9)
+    store.append("n1", shown := one_sample(0, *gpus))
+    view = store.view({"n1": shown}, {})
+    picture = NodePicture(view.nodes[0], "", (), group_cores((0, 1), frozenset(), frozenset()), ())
+    table = table_of((picture,), view.gpus, 120, "block", True)
+    node, first, second = ("".join(text for text, _ in line) for line in table.lines)
+    assert node.startswith("node 0 ")
+    assert "2 out   1 in" in first
+    assert "out" not in second
+    assert [label for _, label in table.labels] == ["GPU", "cores", "host memory", "PCIe, GB/s"]
+    table = table_of((picture,), (), 120, "block", True)
+    assert [label for _, label in table.labels] == ["cores", "host memory"]
 
 
 EVERY_NAME = tuple(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import Screen
+from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 from textual.worker import Worker
 
@@ -34,7 +35,7 @@ from so_tui.ui.messages import unexpected_error
 from so_tui.ui.shared_app import SettingsApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.widgets import KeyLine, Rule, keys
-from so_tui.units import duration, plural, thousands
+from so_tui.units import age, duration, plural, thousands
 
 if TYPE_CHECKING:
     from so_tui.launch.helper_jobs import ModelProcess
@@ -67,6 +68,8 @@ def _read_sampling(text: str) -> Sampling:
 DRAW_S = 0.1
 """Between two redraws of answers that are being written; a GPU writes a hundred tokens a second."""
 _LONGEST_QUESTION = 32_768
+_FEW_STEPS = 1000
+"""Steps after which a model that began with random weights still writes nonsense."""
 _ENDS: dict[Ended, str] = {
     "stop": "",
     "length": ", cut off at max-tokens",
@@ -124,8 +127,12 @@ class _Column(VerticalScroll, can_focus=False):
         self.query(".chat-question, .chat-answer").remove()
 
 
-class ChatScreen(Screen[None]):
-    """A conversation with a run's newest checkpoint or a model's folder."""
+class ChatScreen(ModalScreen[None]):
+    """A conversation with a run's newest checkpoint or a model's folder.
+
+    It is modal: keys of the application, one of which leaves it, must not act on what is typed
+    while no field has the focus.
+    """
 
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#question"
@@ -145,6 +152,10 @@ class ChatScreen(Screen[None]):
         self._columns: dict[Side, _Column] = {}
         self._stopping = False
         """Whether the answers were asked to stop and still have not."""
+        self._loading: tuple[str, float] | None = None
+        """What is loaded, and since when (monotonic seconds); None once that has ended."""
+        self._early = False
+        """Whether the question in the field is to be asked once the model is loaded."""
         super().__init__()
 
     @property
@@ -160,14 +171,14 @@ class ChatScreen(Screen[None]):
             yield Input(
                 id="question",
                 compact=True,
-                disabled=True,
                 max_length=_LONGEST_QUESTION,
-                placeholder="the model is being loaded",
+                placeholder="ask something: it is answered once the model is loaded",
             )
         yield KeyLine()
 
     def on_mount(self) -> None:
-        self._show_title(faint("starting the helper process …"))
+        self._loading = "starting the helper process", time.monotonic()
+        self._show_loading()
         self._show_sampling()
         self.set_interval(DRAW_S, self._draw)
         self._converse()
@@ -194,8 +205,9 @@ class ChatScreen(Screen[None]):
     # What the helper says.
 
     async def _take(self, event: Event) -> None:
-        if isinstance(event, Progress):
-            self._show_title(faint(f"{event.message} …"))
+        if isinstance(event, Progress) and self._loading is not None:
+            self._loading = event.message, self._loading[1]
+            self._show_loading()
         elif isinstance(event, Loaded):
             await self._show_models(event)
         elif isinstance(event, Piece):
@@ -211,14 +223,17 @@ class ChatScreen(Screen[None]):
     async def _show_models(self, loaded: Loaded) -> None:
         self._columns = {model.side: _Column(model, self._system) for model in loaded.models}
         await self.query_one("#chat-columns").mount_all(self._columns.values())
-        self._show_title(faint(f"on {loaded.device}, in {loaded.layout}"))
+        self._loading = None
+        where = faint(f"on {loaded.device}, in {loaded.layout}")
+        self._show_title(Content.assemble(where, (_expected(loaded), "$warning")))
         question = self.query_one("#question", Input)
-        question.disabled, question.placeholder = False, "ask something, then enter"
-        self.set_focus(question)
+        question.placeholder = "ask something, then enter"
+        if self._early:
+            self._ask(question.value)
 
     def _fail(self, problem: str) -> None:
         """Say that the helper process has ended with an error."""
-        self._process = None
+        self._process = self._loading = None
         for column in self._columns.values():
             column.writing = False
         self.query_one("#question", Input).disabled = True
@@ -228,6 +243,16 @@ class ChatScreen(Screen[None]):
         for column in self._columns.values():
             if column.writing:
                 column.draw()
+        if self._loading is not None:
+            self._show_loading()
+
+    def _show_loading(self) -> None:
+        """Say what is loaded and how long that has taken."""
+        assert self._loading is not None
+        what, since = self._loading
+        taken = age(time.monotonic() - since)
+        early = "   your question is asked then" if self._early else ""
+        self._show_title(Content.assemble((f"{what} …  {taken}", "$faint"), early))
 
     def _show_title(self, text: Content) -> None:
         self.query_one("#chat-title", Static).update(Content.assemble(("Chat  ", "bold"), text))
@@ -240,11 +265,21 @@ class ChatScreen(Screen[None]):
 
     # Commands.
 
+    @on(Input.Changed, "#question")
+    def _typed(self) -> None:
+        self._early = False  # it is still being written
+
     @on(Input.Submitted, "#question")
-    def _ask(self, event: Input.Submitted) -> None:
-        text = event.value.strip()
+    def _submitted(self, event: Input.Submitted) -> None:
+        if self._loading is not None:
+            self._early = bool(event.value.strip())
+        else:
+            self._ask(event.value)
+
+    def _ask(self, text: str) -> None:
+        text = text.strip()
         if text and self._process is not None and self._columns and not self.writing:
-            event.input.clear()
+            self.query_one("#question", Input).clear()
             self._process.ask(
                 [column.ask(text) for column in self._columns.values()], self._sampling
             )
@@ -281,6 +316,18 @@ class ChatScreen(Screen[None]):
     def action_scroll(self, direction: int) -> None:
         for column in self._columns.values():
             column.scroll_relative(y=direction * (column.size.height - 1), animate=False)
+
+
+def _expected(loaded: Loaded) -> str:
+    """Return a warning that nonsense is to be expected; empty unless it is."""
+    return next(
+        (
+            f"   {plural(model.step, 'step')} from random weights: expect nonsense"
+            for model in loaded.models
+            if model.random and model.step is not None and model.step < _FEW_STEPS
+        ),
+        "",
+    )
 
 
 class ChatApp(SettingsApp):

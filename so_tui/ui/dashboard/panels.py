@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 
 from rich.segment import Segment
 from rich.style import Style
@@ -26,13 +26,12 @@ from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles
-from so_tui.ui.lines import Pieces, StyledLines
-from so_tui.ui.numa_nodes import rank_name
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
-from so_tui.ui.widgets import BOTTOM, Rule, framed, keys
-from so_tui.units import percent, plural, thousands
+from so_tui.ui.widgets import BOTTOM, SIDE, Rule, columns_title, framed, keys
+from so_tui.units import duration, percent, plural, rate, significant, thousands
 
 # The dashboard's details at the right of a wide terminal: everything that was recorded of one
 # step.
@@ -86,6 +85,8 @@ def _detail_lines(record: StepRecord, width: int) -> list[Content]:
             per, unit = metric.shown_in
             whole = isinstance(value, int) and per == 1
             text = f"{thousands(value) if whole else metric.format_value(value / per)} {unit}"
+            if unit == "s":
+                text = duration(value)
             name = f"{shorten(metric.title, ENTRY - VALUE - 1):<{ENTRY - VALUE}}"
             entries.append(Content.assemble((name, "$faint"), f"{text:<{VALUE}}"))
     rows = -(-len(entries) // max(1, width // ENTRY))
@@ -125,6 +126,55 @@ class RunHeader(KeptVertical):
         return 1 + self.news.shown_rows
 
 
+# Steps as rows of the log: the trainer prints a line for each, whose figures stand in columns here.
+
+
+_STEP_LINE = re.compile(r"\bstep ([0-9,]{1,20})/[0-9,]+  (loss )?")
+"""How the trainer begins what it prints of a step; the loss is first where that is the step itself.
+The log is free text: where a line is missing, the one before it is gone to.
+"""
+COLUMNS = (
+    ("time", 8),
+    ("step", 9),
+    ("loss", 9),
+    ("norm", 8),
+    ("tok/s", 7),
+    ("TFLOPS", 7),
+    ("s", 8),
+)
+"""Names and cells of the columns; those at the right are left out first."""
+MOST_STEPS = 2_000
+"""Steps whose records are kept for their rows, beside those in sight."""
+
+
+def _step_of(line: str, *, own: bool = False) -> int | None:
+    """Return the step that a line of the log is about, or only where it is the step's ``own``."""
+    found = _STEP_LINE.search(line)
+    return int(found[1].replace(",", "") or 0) if found and (found[2] or not own) else None
+
+
+def _columns_in(width: int) -> int:
+    """Return how many columns of steps fit into ``width`` cells."""
+    ends = accumulate(cells + 1 for _, cells in COLUMNS)
+    return sum(end - 1 <= width for end in ends)
+
+
+def _step_row(record: StepRecord, width: int) -> str:
+    """Return the figures of a step in columns, as many as fit."""
+    norm = record.gradient_norm
+    texts = (
+        time.strftime("%H:%M:%S", time.localtime(record.time)),
+        thousands(record.step),
+        f"{record.loss:.4f}",
+        "" if norm is None else significant(norm),
+        rate(record.useful_tokens_per_s_total),
+        significant(record.model_tflops_per_gpu),
+        duration(record.step_s),
+    )
+    columns = zip(texts, COLUMNS, strict=True)
+    return " ".join(f"{text:>{cells}}" for text, (_, cells) in islice(columns, _columns_in(width)))
+
+
 MOST_LINES = 20_000
 
 
@@ -151,13 +201,15 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     def __init__(self) -> None:
         super().__init__(id="log")
         self.lines: list[str] = []
+        self.steps: dict[int, StepRecord] = {}
+        """Records by step, for the rows of steps."""
         self.partial = ""
         self._found = -1
         self._role_styles = RoleStyles(self.ROLES)
 
     def clear(self) -> None:
         """Forget every line, for another run, which is followed from its end."""
-        self.lines, self.partial, self._found = [], "", -1
+        self.lines, self.steps, self.partial, self._found = [], {}, "", -1
         self.following = True
         self._resize_content()
 
@@ -175,6 +227,15 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             del self.lines[:gone]
             self._found = max(-1, self._found - gone)
         self._resize_content()
+
+    def know(self, records: Sequence[StepRecord]) -> None:
+        """Show the figures of these steps in columns."""
+        if not records or self.steps.get(records[-1].step) is records[-1]:
+            return
+        if len(self.steps) > MOST_STEPS:
+            self.steps.clear()
+        self.steps.update((record.step, record) for record in records)
+        self.refresh()
 
     def _resize_content(self) -> None:
         shown = [*self.lines, self.partial] if self.is_maximized else [""]
@@ -251,6 +312,8 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         base = styles["base"]
         if index < len(self.lines):
             text = self.lines[index]
+            if not self.needle and (record := self.steps.get(_step_of(text, own=True) or 0)):
+                text = _step_row(record, width)
             low = text.lower()
             role = "bad" if "error" in low or "traceback" in low else "line"
             strip = Strip(self._marked(text, index, styles[role]))
@@ -274,12 +337,6 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
 
 # The dashboard's log: its heading, which names the search, and the lines themselves.
-
-
-_STEP_LINE = re.compile(r"\bstep ([0-9]{1,15})/[0-9]")
-"""How the trainer begins what it prints of a step. The log is free text: where a line is missing,
-the one before it is gone to.
-"""
 
 
 class LogPanel(KeptVertical):
@@ -313,6 +370,8 @@ class LogPanel(KeptVertical):
             f"{line.host}: {line.text}" if several_hosts else line.text
             for line in snapshot.log_lines
         )
+        inspected = snapshot.hosts.inspected
+        self.lines.know(snapshot.recent if inspected is None else inspected.around)
         self.lines.extend(lines, snapshot.log_partial)
         self._show_heading()
 
@@ -335,7 +394,7 @@ class LogPanel(KeptVertical):
         reached = (
             index
             for index, line in reversed(list(enumerate(self.lines.lines)))
-            if (found := _STEP_LINE.search(line)) is not None and int(found[1]) <= step
+            if (found := _step_of(line)) is not None and found <= step
         )
         self.lines.go_to(next(reached, 0))
 
@@ -348,7 +407,14 @@ class LogPanel(KeptVertical):
         log = self.lines
         text = "following" if log.following else "paused, f or a click here follows"
         if not log.needle:
-            self.heading.update("log", text)
+            title = "log"
+            if log.steps:
+                ends = accumulate(cells + 1 for _, cells in COLUMNS)
+                names = zip(ends, COLUMNS, strict=True)
+                labels = [(end - 1 - len(name), name) for end, (name, _) in names][1:]
+                fitting = labels[: max(0, _columns_in(log.size.width) - 1)]
+                title = columns_title("log", fitting, SIDE if framed(self) else 0)
+            self.heading.update(title, text)
             return
         found = f"{plural(len(log.matches), 'line')} with “{log.needle}”"
         through = f"{found}, n and N go through them"
@@ -359,10 +425,6 @@ class LogPanel(KeptVertical):
 # either.
 
 
-ROOMY_ROWS = 40
-"""Rows of a terminal from which on every rank has a line, whether or not anything is wrong with
-it.
-"""
 FEW_ROWS = 30
 """Rows of a terminal below which only problems are shown."""
 MOST_ROWS = 8
@@ -371,9 +433,7 @@ LONGEST_LIST = 40
 
 
 class PlacementPanel(StyledLines):
-    """A line for each rank; where rows are few, one for all that are where they were planned, and
-    one for each that is not.
-    """
+    """A line for each rank that is not where it was planned, and one for all others."""
 
     _shown: tuple[object, ...] = ()
     """What the lines say."""
@@ -400,18 +460,16 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     # Ranks of other hosts are not in the plan: they should be where they were bound.
     ranks: dict[int, _Bound] = {**reports, **{rank.rank: rank for rank in planned}}
     wrong: list[Content] = []
-    right: list[Content] = []
+    right: list[RankPlacement] = []
     shares: list[float] = []
     for number, rank in ranks.items():
-        name, place = rank_name(number, rank.gpu), placed.get(number)
+        name, place = _rank_name(number, rank.gpu), placed.get(number)
         if problems := list(_problems(place, rank, reports.get(number))):
             wrong.append(Content.assemble((f"✗ {name}  ", "$error"), "; ".join(problems)))
         elif place is not None:
-            right.append(_line(place, name))
+            right.append(place)
             shares += [share] if (share := share_on_nodes(place, _nodes(rank))) is not None else []
-    if not right or (height >= ROOMY_ROWS and len(wrong) + len(right) <= MOST_ROWS):
-        return wrong + right
-    if height < FEW_ROWS:
+    if not right or height < FEW_ROWS:
         return wrong
     memory = ""
     if shares:
@@ -419,7 +477,15 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         most = "all" if least == percent(1.0) else f"at least {least}"
         memory = f", {most} of their memory on their nodes"
     good = faint(f"✓ {plural(len(right), 'rank')} on the planned cores{memory}")
+    if nice := max(place.nice for place in right):
+        priority = f", nice {nice}" if nice < IDLE_NICE else ", idle priority"
+        good = Content.assemble(good, (priority, "$warning"))
     return [*wrong[: MOST_ROWS - 1], good]
+
+
+def _rank_name(rank: int, gpu: int | None) -> str:
+    """Return ``rank 0 · GPU 0``, or ``rank 0``."""
+    return f"rank {rank}" if gpu is None else f"rank {rank} · GPU {gpu}"
 
 
 _Bound = RankBindingReport | RankBinding
@@ -449,22 +515,6 @@ def _problems(
         rest = {node for node, size in place.node_bytes.items() if size}.difference(nodes)
         there = f"{percent(share)} of its memory is on node {_listed(nodes)}"
         yield f"{there}, the rest on {_listed(rest)}"
-
-
-def _line(place: RankPlacement, name: str) -> Content:
-    """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
-    cores = f"cores {_listed(place.cpus)}"
-    if place.adam_cpus:
-        cores = f"main {cores}, Adam {_listed(place.adam_cpus)}"
-    parts: Pieces = [(f"✓ {name}  ", "$faint"), cores]
-    if place.node_bytes:
-        node, size = max(place.node_bytes.items(), key=itemgetter(1))
-        share = size / max(1, sum(place.node_bytes.values()))
-        parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
-    if place.nice > 0:
-        nice = f"nice {place.nice}" if place.nice < IDLE_NICE else "idle priority"
-        parts.append((f"  {nice}", "$warning"))
-    return Content.assemble(*parts)
 
 
 def _listed(numbers: set[int] | Cpus) -> str:

@@ -77,9 +77,10 @@ class DashboardScreen(ResizablePage):
     HELP_TEXT = (
         "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last "
         "steps is bright, evaluations have a colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ "
-        "under a gap is a loss that is not a number. A node's dim band reaches from its idlest to "
-        "its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs "
-        "Adam, m the training process. Leaving this screen does not touch the run."
+        "under a gap is a loss that is not a number. Each chip has a line: its GPU, its cores (A "
+        "run Adam, m the training process), the memory of its node, their link. Below, a dim band "
+        "reaches from a node's idlest to its busiest core; h shows the heat of its cores, and its "
+        "memory. Leaving this screen does not touch the run."
     )
     BINDINGS = keys("dashboard", "pages", "charts", "nodes", "more-of-a-run")
 
@@ -275,15 +276,16 @@ class DashboardScreen(ResizablePage):
         each other.
         """
         height = self.size.height - OTHER_ROWS
-        crowded = height < 12 + 3 * nodes
+        lines = self.numa.nodes.lines
+        crowded = height < 14 + lines
         framed_line = 1 + (BOTTOM if framed(self) else 0)
         fixed = framed_line * ((not crowded) + log_below) + sum(
             panel.shown_rows for panel in (self.header, self.anatomy, self.placement, self.legend)
         )
         sizes = self.app.settings.panels
-        gpus, grid = self.numa.gpus.shown_rows, self.charts.page.rows
+        grid = self.charts.page.rows
         least = LEAST_ROWS * grid if grid > 1 else 0
-        rows = rows_for(height, nodes, gpus, fixed, least, log=log_below)
+        rows = rows_for(height, nodes, fixed + lines, least, log=log_below)
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
         self.charts.styles.height = rows.charts
         self.numa.set_rows(rows.plot, heading=not crowded)

@@ -175,9 +175,7 @@ def _plot_rows(plot: int, nodes: int) -> int:
     return plot * nodes + (1 if plot and nodes else 0)
 
 
-def rows_for(
-    height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True
-) -> Rows:
+def rows_for(height: int, nodes: int, fixed: int, grid: int = 0, *, log: bool = True) -> Rows:
     """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed``
     rows are taken already.
 
@@ -185,7 +183,7 @@ def rows_for(
     place of its own, the history gets its rows. Parts that do not fit even so are reached by
     scrolling.
     """
-    left = height - fixed - 2 * nodes - gpus
+    left = height - fixed
     if not log:
         plot = max(0, min(MOST_PLOT, (left - 1 - max(grid, 12, height // 3)) // max(1, nodes)))
         return Rows(max(LEAST_CHARTS, left - _plot_rows(plot, nodes)), plot, 0)
@@ -193,16 +191,14 @@ def rows_for(
         charts = max(grid, min(height - fixed, left - 4))
         return Rows(charts, 0, max(2, left - charts))
     for plot, least_charts, least_log in (
-        (4, 12, height // 6),
-        (3, 12, 5),
-        (2, 12, 5),
-        (1, 8, 4),
+        (4, 14, height // 6),
+        (3, 14, 5),
         (0, 9, 4),
     ):
         rest = left - _plot_rows(plot, nodes)
         charts = rest - max(4, least_log)
         if charts >= least_charts:
-            charts = min(charts, max(12, height // 3))
+            charts = min(charts, max(16, height * 2 // 5))
             break
     else:
         charts = max(LEAST_CHARTS, min(9, rest - 4))

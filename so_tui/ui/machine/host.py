@@ -5,6 +5,7 @@ bound to cores.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
@@ -58,6 +59,7 @@ class Monitor:
         self._lock = threading.Lock()
         self._closed = False
         self._cpus = {node.id: node.cpus for node in machine.numa_nodes}
+        self._gpu_nodes = {gpu.index: gpu.numa_node for gpu in machine.gpus}
         self._sampler = Sampler(
             machine, ProcessTree(frozenset(), os.getpid()), attempt=0
         )  # a tree without processes: there is no run
@@ -97,7 +99,10 @@ class Monitor:
             self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
         axis = Axis("time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin)
-        return HostView(self._store.view({"": sample}, self._cpus), self._listed, axis)
+        hosts = dataclasses.replace(
+            self._store.view({"": sample}, self._cpus), gpu_nodes=self._gpu_nodes
+        )
+        return HostView(hosts, self._listed, axis)
 
 
 CHART_WIDTH = 40
@@ -152,9 +157,7 @@ class HostPanel(Vertical):
         self.numa.show(host.hosts, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
-        left = (
-            height - 3 - frames - self.numa.gpus.shown_rows - 2 * nodes
-        )  # two title lines and the axis
+        left = height - 3 - frames - self.numa.nodes.lines  # two title lines and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0

@@ -137,7 +137,8 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
 
     tuned, model, name, step = yield from (_of_run(load) if load.run else _of_folder(load))
     models: dict[Side, PreTrainedModel] = {"tuned": tuned}
-    known = [_facts("tuned", tuned, name, step)]
+    random = bool(load.run) and model.weights == "random"
+    known = [_facts("tuned", tuned, name, step, random=random)]
     if load.compare:
         base = _base_of(load, model)
         yield Progress(message=f"loading the base model, {base.id}")
@@ -197,6 +198,7 @@ def _of_run(load: LoadModel) -> _Tuned:
 
     run = RunDirectory(Path(load.run))
     spec = read_spec(run)
+    yield Progress(message=f"loading the newest checkpoint of {run.name}")
     steps = with_newest(
         run,
         spec,
@@ -235,9 +237,11 @@ def _of_folder(load: LoadModel) -> _Tuned:
     return causal, base, folder.name, marker.step if marker is not None else None
 
 
-def _facts(side: Side, causal: PreTrainedModel, name: str, step: int | None) -> ModelFacts:
+def _facts(
+    side: Side, causal: PreTrainedModel, name: str, step: int | None, *, random: bool = False
+) -> ModelFacts:
     parameters = sum(parameter.numel() for parameter in causal.parameters())
-    return ModelFacts(side=side, name=name, step=step, parameters=parameters)
+    return ModelFacts(side=side, name=name, step=step, parameters=parameters, random=random)
 
 
 if __name__ == "__main__":
