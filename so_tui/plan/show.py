@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,15 +15,16 @@ from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine, facts_of
-from so_tui.plan.binding import Gpus, deepspeed_text
+from so_tui.plan.binding import deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
 from so_tui.plan.saving import may_lose_much, saving_text
+from so_tui.plan.search import SEARCHED
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.trust.text import printable_line
 from so_tui.units import disk_size, memory_size, memory_unit, plural, thousands
 
 # What a prediction of time rests on, in words.
@@ -78,12 +79,12 @@ def _workload_text(workload: Workload | None) -> str:
     return f"{documents}, as measured on this data"
 
 
-# What commands give of a plan: plain values for JSON, and the command that runs it.
+# What commands give of a plan: plain values for JSON.
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
     """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
-    rows = [plan_tree(plan) | {"settings": settings_of(plan.spec)} for plan in plans]
+    rows = [plan_tree(plan) | {"settings": _settings_of(plan.spec)} for plan in plans]
     for row in rows:
         del row["spec"]
     return {"plans": rows}
@@ -117,50 +118,10 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     return row
 
 
-_SETTINGS = (
-    "offload.mode",
-    "offload.ratio",
-    "offload.cpu_adam_cores_fraction",
-    "offload.parameters",
-    "model.activation_checkpointing",
-    "model.activation_offload",
-    "model.tiled_mlp",
-    "train.micro_batch",
-    "train.sequence_parallel",
-)
-
-
-def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
+def _settings_of(spec: RunSpec) -> dict[str, str | int | float]:
     """Return what a plan chooses, by the keys that set it."""
-    settings = {key: attrgetter(key)(spec) for key in _SETTINGS}
+    settings: dict[str, str | int | float] = {key: attrgetter(key)(spec) for key in SEARCHED}
     return settings | {"train.gradient_accumulation": spec.gradient_accumulation_steps}
-
-
-def command_of(
-    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str]
-) -> str:
-    """Return the command that runs a plan, quoted for a shell.
-
-    Args:
-        plan: With settings that need not be those of the preset.
-        given: The preset's spec.
-        preset: Its name.
-        gpus: As the user named them: a mere count may be other GPUs by the time it runs.
-        changes: Other keys that the user set.
-    """
-    before, after = settings_of(given), settings_of(plan.spec)
-    if plan.spec.train.tokens_per_step:
-        del after["train.gradient_accumulation"]  # follows from the target
-    if plan.mode == "gpu":
-        del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
-    wanted = str(gpus)
-    if not isinstance(gpus, int):
-        wanted = ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
-    options = [] if gpus == given.gpus else ["--gpus", wanted]
-    chosen = {key: value for key, value in after.items() if before[key] != value}
-    for key, value in {**chosen, **changes}.items():
-        options += ["--set", f"{key}={value}"]
-    return so_tui_command("run", preset, *options)
 
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {
