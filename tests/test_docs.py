@@ -122,11 +122,11 @@ def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
     told = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
     parts = (
         "bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|"
-        "second states"
+        "second states|copies for checkpoints"
     )
     numbers = re.findall(rf">(?:{parts})[^<]*? ([\d.]+)<", figure)
     totals = re.findall(r"memory: ([\d.]+) of (\d+)<", figure)
-    assert (len(numbers), len(totals)) == (7, 2)
+    assert (len(numbers), len(totals)) == (8, 2)
     shown = [
         *(rf"\s{re.escape(number)} GiB\s" for number in numbers),
         *(rf"{used}(\.0)? GiB of {total}(\.0)? GiB" for used, total in totals),

@@ -103,6 +103,8 @@ def data(arguments: Namespace) -> int:
 def _print_verdict(out: Console, check: DataCheck) -> None:
     from rich.text import Text
 
+    from so_tui.machine.host import cpu_ranges
+
     for source in check.sources:
         out.print(Text(f"{source.source}: {source.format}, {plural(source.rows, 'row')}", "bold"))
         table = plain_table("rows", "first", "what happens", "what", right=("rows", "first"))
@@ -113,6 +115,9 @@ def _print_verdict(out: Console, check: DataCheck) -> None:
             first, why = thousands(one.first[0]), f"{why_dropped(reason)}: {one.named}"
             table.add_row(thousands(one.rows), first, "dropped", why)
         out.print(table, "")
+        if any(one.rows > len(one.first) for one in source.dropped_rows.values()):
+            numbers = cpu_ranges(source.dropped_numbers).replace(",", ", ")
+            out.print(Text(f"dropped rows: {numbers}"), "")
     if any(source.kinds for source in check.sources):
         out.print(Text("a row may be counted in several lines", "dim"))
     for warning in check.warnings:

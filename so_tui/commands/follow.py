@@ -137,6 +137,7 @@ class _Printer:
     _step_times: tuple[float, ...] = ()
     _pending: StepRecord | None = None
     _slow_because: tuple[str, ...] | None = None
+    _disk_full = False
     _noted = ""
 
     def note_once(self, text: str) -> None:
@@ -159,9 +160,15 @@ class _Printer:
             print_note(_line(record.time, text))
 
     def compare(self, state: RunState) -> None:
-        """Print that the run is slower than its plan, once for each most likely cause, and that it
-        is no longer.
+        """Print that the run's disk is full, and that the run is slower than its plan, once for
+        each most likely cause; and that it is so no longer.
         """
+        if state.disk_full != self._disk_full:
+            self._disk_full = state.disk_full
+            self._flush()
+            full = "warning: the run's disk is full: later steps are not recorded. Free space there"
+            text = full if state.disk_full else "the run's disk has space again"
+            print_note(_line(time.time(), text))
         from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 
         found = state.slowdown

@@ -451,6 +451,8 @@ class SourceVerdict(Struct, frozen=True, kw_only=True):
     truncated: int
     kinds: tuple[KindVerdict, ...]
     dropped_rows: dict[DropReason, Dropped]
+    dropped_numbers: tuple[int, ...] = ()
+    """All dropped rows, from 1."""
 
     @property
     def proven(self) -> int:

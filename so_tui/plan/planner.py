@@ -101,7 +101,7 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
     What a person set (``RunSpec.fixed``) stays, and so do the sequences of a step on each rank and
     their length. The number of GPUs is the spec's, or another with which it fits.
     """
-    wanted = left_open(as_read(spec, machine))
+    wanted = left_open(with_wanted_saving(as_read(spec, machine)))
     plans = {
         count: _Planned(_on_gpus(wanted, count), machine)
         for count in _counts(wanted, rank_counts(machine))
@@ -141,7 +141,7 @@ def left_open(spec: RunSpec) -> RunSpec:
     """Return the spec as a search begins with it: what the machine decides is as if nobody had ever
     said anything of it.
     """
-    spec, shared = with_wanted_saving(spec), spec.train.sequence_parallel
+    shared = spec.train.sequence_parallel
     if shared > 1 and not spec.fixes("train.sequence_parallel"):
         each, rest = divmod(spec.train.gradient_accumulation, shared)
         if not rest:  # the sequences of a step stay
@@ -281,7 +281,7 @@ def unplannable(spec: RunSpec) -> str:
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
     """Plan a spec on each GPU count. Those that differ from the marked one fix the number."""
-    wanted = left_open(as_read(spec, machine))
+    wanted = left_open(with_wanted_saving(as_read(spec, machine)))
     plans = {count: _Planned(_on_gpus(wanted, count), machine) for count in gpu_counts}
     own = [count for count in _counts(wanted, gpu_counts) if count in plans]
     marked = _fitting_count(wanted, {count: plans[count] for count in own}) if own else 0
@@ -393,7 +393,9 @@ def _plan(
         step_s=step.total_s if step else None,
         tokens_per_step=tokens,
         binding=resources.bindings(found.mode),
-        spec=_resolved(found),
+        spec=with_policy(found.spec, found.spec.model.policy).changed(
+            "checkpoint", every_minutes=affordable_minutes(found.spec, checkpoint_cost_s(found))
+        ),
         **predicted,
     )
 
@@ -481,10 +483,3 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     given = found.spec.offload.speculation_gib * 2**30
     numels = (group.numel for group in found.placement.layout.cpu_groups)
     return "budget" if 0 < given < second_states_bytes(found.spec) * min(numels) else "memory"
-
-
-def _resolved(found: Assessment) -> RunSpec:
-    """Return the spec as it will run, with nothing left to choose."""
-    spec = with_policy(found.spec, found.spec.model.policy)
-    minutes = affordable_minutes(spec, checkpoint_cost_s(found))
-    return spec.changed("checkpoint", every_minutes=minutes)

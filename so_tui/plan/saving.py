@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from so_tui.spec.run_spec import RunSpec
+from so_tui.spec.run_spec import CheckpointSpec, RunSpec
 from so_tui.units import disk_size, mark_duration, plural
 
 if TYPE_CHECKING:
@@ -64,17 +64,20 @@ def saving_text(plan: Plan) -> str:
     when = " and ".join(filter(None, (by_steps, f"every {interval(minutes)}" if minutes else "")))
     share = _share(plan)
     cost = "" if share is None else f", {share_text(share)} of the time"
-    return f"saves {when} ({disk_size(plan.checkpoint_bytes)} each{cost})"
+    late = "; the run ends before the first" if may_lose_much(plan) else ""
+    return f"saves {when} ({disk_size(plan.checkpoint_bytes)} each{cost}){late}"
 
 
 def may_lose_much(plan: Plan) -> bool:
     """Return whether nothing is saved before the end of a run that is longer than the usual
     interval, or may be.
     """
-    if plan.spec.checkpoint.repeats:
+    checkpoint, lasts_s = plan.spec.checkpoint, _lasts_s(plan)
+    if lasts_s is not None and lasts_s <= 60 * CheckpointSpec().every_minutes:
         return False
-    lasts_s = _lasts_s(plan)
-    return lasts_s is None or lasts_s > 60 * type(plan.spec.checkpoint)().every_minutes
+    if checkpoint.every_steps or lasts_s is None:
+        return not checkpoint.repeats
+    return not 0 < 60 * checkpoint.every_minutes < lasts_s
 
 
 def interval(minutes: float) -> str:

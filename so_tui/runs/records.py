@@ -369,6 +369,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     """The last alerts, of all attempts, oldest first."""
     slowdown: Slowdown | None = None
     """While the attempt is slower than its plan."""
+    disk_full: bool = False
+    """Whether the disk takes no more: records of later steps are lost."""
     ending: bool = False
     """Whether the trainer has done everything, or has failed, and only its processes still end."""
 

@@ -173,6 +173,19 @@ def write_even_if_full(run: RunDirectory, path: Path, value: Struct) -> None:
         _overwrite(path, msgspec.json.encode(value))
 
 
+def overwrite_state(run: RunDirectory, state: RunState) -> None:
+    """Write the state over the old one, on a full disk, in the blocks that it has already.
+
+    Raises:
+        OSError: It is too long for them, and the old one is still there.
+    """
+    content = msgspec.json.encode(state)
+    found = run.state_path.stat()
+    if len(content) > max(found.st_size, 512 * found.st_blocks):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.state_path))
+    _overwrite(run.state_path, content)
+
+
 def _overwrite(path: Path, content: bytes) -> None:
     """Overwrite a file in place, padding shorter content with blanks to the old size. Raises
     OSError.

@@ -52,6 +52,7 @@ class Dropped(Struct, frozen=True, omit_defaults=True):
         return replace(self, rows=self.rows + other.rows, first=first)
 
 
+_LIST_ALL = "`so-tui data PRESET --check` lists all"
 NAMED_ROWS = 5
 """Dropped rows that are named for each reason."""
 DropReason = Literal["no-answer", "prompt-too-long", "nothing-trained", "unproven"]
@@ -117,9 +118,10 @@ def outcome(kind: str, unproven: Literal["refuse", "context"]) -> Outcome:
 
 
 def dropped_sentences(dropped: Mapping[DropReason, Dropped]) -> list[str]:
-    """Return a sentence for each reason, with the first rows."""
+    """Return a sentence for each reason, with the first rows, and how to list all of them."""
     return [
         f"{plural(one.rows, 'row')} dropped, since {_DROPPED[reason]}: {one.named}"
+        + (f" ({_LIST_ALL})" if one.rows > len(one.first) else "")
         for reason, one in sorted(dropped.items())
     ]
 

@@ -281,6 +281,8 @@ def news(snapshot: Snapshot) -> Sequence[Piece]:
     if snapshot.checking:
         was = f"it was {state.state} on {brief_message(state.host)}; known within a minute"
         return ("checking: ", "$warning"), was
+    if state.disk_full:
+        return _unrecorded(snapshot, state)
     detail = brief_message(state.detail)
     if detail and state.state in ("queued", "starting", "saving"):
         return (f"{state.shown}: ", "$run"), detail
@@ -298,6 +300,17 @@ def news(snapshot: Snapshot) -> Sequence[Piece]:
     return ()
 
 
+def _unrecorded(snapshot: Snapshot, state: RunState) -> Sequence[Piece]:
+    """Return that the disk is full, and from which step on the charts lack what the log has."""
+    remedy = "   Free space there: the next checkpoint needs it"
+    return ("the run's disk is full: ", "$error"), _lost_text(snapshot, state), (remedy, "$faint")
+
+
+def _lost_text(snapshot: Snapshot, state: RunState) -> str:
+    last = snapshot.latest.step if snapshot.latest else state.step
+    return f"steps after {thousands(last)} are in the log at most, not in the charts"
+
+
 def _ending(snapshot: Snapshot, state: RunState) -> Sequence[Piece]:
     """Return why the run ended and what to do next."""
     end = snapshot.events.end
@@ -306,7 +319,8 @@ def _ending(snapshot: Snapshot, state: RunState) -> Sequence[Piece]:
     if reason or suggestion:
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         following = "   next: " if suggestion else ""
-        return (reason or state.state, style), (following, "$faint"), suggestion
+        lost = f"; {_lost_text(snapshot, state)}" if state.disk_full else ""
+        return (reason or state.state, style), lost, (following, "$faint"), suggestion
     if state.state == "finished" and snapshot.events.checkpoints:
         return ("next: ", "$faint"), AFTER_THE_END
     return ()

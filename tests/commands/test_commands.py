@@ -261,7 +261,7 @@ def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     [
         ("", ["run", "tiny"]),
         ("--machine gh200-quad-120", ["run", "tiny"]),
-        ("--gpus 1 --set offload.ratio=0.5", ["run", "tiny", "--gpus", "1", "offload.ratio=0.5"]),
+        ("--gpus 1 --set offload.ratio=0.5", ["run", "tiny", "offload.ratio=0.5", "--gpus", "1"]),
     ],
 )
 def test_a_plan_ends_with_the_command_that_trains_just_that(

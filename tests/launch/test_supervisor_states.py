@@ -27,13 +27,13 @@ from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
 from so_tui.plan import remedies
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs.directory import launch_digest, run_id, write_manifest
+from so_tui.runs.directory import launch_digest, run_id, write_manifest, write_run_json
 from so_tui.runs.liveness import identify
 from so_tui.runs.lock import RunLock, run_lock
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
-from so_tui.runs.state import write_state, write_state_even_if_full
+from so_tui.runs.state import overwrite_state, write_state, write_state_even_if_full
 from so_tui.settings_file import change_settings
 from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, NotOwnError
@@ -228,6 +228,43 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     assert supervisor_of(run).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")
     assert read_state(run).code == OutcomeCode.DISK_FULL
+
+
+def test_a_full_disk_is_told_at_once_and_until_there_is_space(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of later steps are lost. Only the first report is written over the old state:
+    readers might see a part of it.
+    """
+    monkeypatch.setattr(host, "TICK_S", 0.0)
+    seen: list[tuple[bool, int]] = []
+
+    def look(lives: bool) -> None:
+        state = read_state(run)
+        seen.append((state.disk_full, state.heartbeat))
+        if len(seen) == 2:
+            monkeypatch.setattr("so_tui.runs.state.write_run_json", raising(FULL))
+        elif len(seen) == 5:
+            monkeypatch.setattr("so_tui.runs.state.write_run_json", write_run_json)
+
+    followed_by(monkeypatch, *[True] * 7, False, at_each=look)
+    supervisor_of(run).watch()
+    told, beats = zip(*seen, strict=True)
+    assert told[:5] == (False, False, True, True, True)
+    assert told[-1] is False
+    assert beats[2] == beats[3] == beats[4] < beats[5]
+
+
+def test_no_state_is_written_over_another_for_which_the_disk_has_no_room(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_state(run)
+    monkeypatch.setattr("so_tui.runs.state.write_run_json", raising(FULL))
+    with pytest.raises(OSError, match="space"):
+        overwrite_state(run, replace(before, detail="x" * 100_000))
+    assert read_state(run) == before
+    overwrite_state(run, replace(before, detail="x"))
+    assert read_state(run).detail == "x"
 
 
 @pytest.fixture(autouse=True)

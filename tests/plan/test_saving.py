@@ -122,6 +122,19 @@ def test_a_long_run_that_saves_nothing_is_warned_of(
     assert not may_lose_much(plan_of(**changes | {"checkpoint__every_minutes": "30"}))
 
 
+def test_an_interval_longer_than_the_run_saves_nothing_before_the_end() -> None:
+    step_s = plan_of().step_s
+    assert step_s
+    hour = {"train__steps": str(round(3600 / step_s)), "checkpoint__background": "false"}
+    for plan, late in (
+        (plan_of(**hour), True),  # every 90 minutes
+        (plan_of(**hour, checkpoint__every_minutes="30"), False),
+        (plan_of(**hour | {"train__steps": "10"}), False),
+    ):
+        assert may_lose_much(plan) == late
+        assert saving_text(plan).endswith("the run ends before the first") == late
+
+
 @pytest.mark.parametrize("given", [{}, {"checkpoint__every_minutes": "0", "train__steps": "9000"}])
 def test_plan_and_launch_question_say_it(given: dict[str, str]) -> None:
     """In a warning's colour where it is one."""

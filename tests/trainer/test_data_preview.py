@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from so_tui.cli import main
+from so_tui.commands.common import rich_output
+from so_tui.commands.data import _print_verdict
 from so_tui.launch.helper_jobs import DataCheck, DataPreview, Progress, Sample, preview_data
 from so_tui.plan.notes import DataFound
 from so_tui.plan.planner import make_plan
@@ -189,9 +191,24 @@ def test_only_the_first_dropped_rows_are_named(tmp_path: Path) -> None:
     assert preview.dropped_rows == {
         "no-answer": Dropped(NAMED_ROWS + 3, tuple(range(2, 2 + NAMED_ROWS)))
     }
-    assert preview.notes[-1].endswith(": rows 2, 3, 4, 5, 6 ...")
+    assert ": rows 2, 3, 4, 5, 6 ... (`so-tui data PRESET --check`" in preview.notes[-1]
     one = Dropped(1, (2,), "one") + Dropped(3, (4, 5, 6), "one")
     assert (one + Dropped(2, (1, 2), "other")).named == "rows 2, 4, 5, 6 of one ..."
+
+
+def test_a_check_lists_all_dropped_rows_of_each_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = lines(tmp_path, alpaca("", "Yes.", *[""] * 7, "Yes."), name="one.jsonl")
+    other = lines(tmp_path, alpaca("Yes.", ""), name="other.jsonl")
+    mixture = f'[{{source = "{one}"}}, {{source = "{other}"}}]'
+    answer = msgspec.convert(told(spec_of(mixture), check=True), DataCheck)
+    numbers = [source.dropped_numbers for source in answer.sources]
+    assert numbers == [(1, *range(3, 10)), (2,)]
+    with rich_output() as out:
+        _print_verdict(out, answer)
+    lists = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")]
+    assert lists == ["dropped rows: 1, 3-9"], "few are named already"
 
 
 def test_a_plan_names_what_was_found_in_the_same_data(tmp_path: Path, templated: str) -> None:

@@ -494,6 +494,25 @@ CAUSES = (
 )
 
 
+async def test_a_full_disk_is_told_while_the_run_trains_and_after_it(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the step at which the charts end."""
+    fine = read_state(run)
+    full = replace(fine, disk_full=True)
+    write_state(run, full)
+    async with opened(run.path.parent, (120, 36), open_run=run) as ui:
+        await ui.until(lambda: "disk is full: steps after 20" in ui.shown("#news"))
+        change_state(run, state="failed", reason="no space is left")
+        await ui.until(lambda: "no space is left" in ui.shown("#news"))
+        assert "steps after 20" in ui.shown("#news")
+    printer = _Printer()
+    for state in (fine, full, full, fine):
+        printer.compare(state)
+    told = capsys.readouterr().out.splitlines()
+    assert ["full" in line for line in told] == [True, False]
+
+
 async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -371,6 +371,7 @@ def first_state(name: str, attempt: int, before: RunState, launch: Launch) -> Ru
         forced=launch.forced,
         checks_s=launch.checks_s,
         slowdown=None,
+        disk_full=False,
         ending=False,
         **supervised_here(),
     )

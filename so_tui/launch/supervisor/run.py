@@ -47,7 +47,14 @@ from so_tui.runs.records import (
     RunState,
     Sample,
 )
-from so_tui.runs.state import failures, read_state, write_state, write_state_even_if_full
+from so_tui.runs.state import (
+    FULL,
+    failures,
+    overwrite_state,
+    read_state,
+    write_state,
+    write_state_even_if_full,
+)
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, distrust_of_file
@@ -251,6 +258,7 @@ class Supervisor:
             heartbeat=state.heartbeat + 1,
             processes=self._host.tree.alive,
             slowdown=self._slow.found,
+            disk_full=self._host.disk_full,
         )
         with self._host.despite_errors_of("alerts"):
             new = self.announcer.tick(self._state, records, full=self._host.disk_full)
@@ -369,10 +377,12 @@ class Supervisor:
             with self._host.despite_errors_of("state"):
                 try:
                     write_state(self._run, self._state)
-                except OSError:
-                    os.utime(
-                        self._run.state_path
-                    )  # on a full disk: other hosts judge by its age whether we live
+                except OSError as error:
+                    if error.errno in FULL and not self._state.disk_full:
+                        self._state = replace(self._state, disk_full=True)
+                        overwrite_state(self._run, self._state)
+                    # on a full disk: other hosts judge by its age whether we live
+                    os.utime(self._run.state_path)
                     raise
 
 

@@ -123,8 +123,13 @@ def _verdict(documents: Documents, spec: RunSpec, layout: str) -> Answer:
                     for kind, found in sorted(part.counts.kinds.items())
                 ],
                 "dropped_rows": msgspec.to_builtins(part.counts.dropped_rows),
+                "dropped_numbers": np.setdiff1d(
+                    np.arange(1, part.counts.rows + 1), documents.rows[first:end]
+                ).tolist(),
             }
-            for part in documents.parts
+            for part, (first, end) in zip(
+                documents.parts, pairwise(documents.source_starts), strict=True
+            )
         ],
         "warnings": list(documents.warnings),
         "done": True,
