@@ -50,7 +50,8 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     """
     sign, style = SIGNS[plan.verdict], STYLES[plan.verdict]
     facts = [before] if before else []
-    facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
+    verdict = plan.verdict if plan.possible else "cannot run here"
+    facts.append(Content.styled(f"{sign} {verdict}", f"bold {style}"))
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
     mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
@@ -78,7 +79,9 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
     from so_tui.plan.gist import faster_than, limit_of, other_cautions
     from so_tui.plan.notes import Note, RemoteCode
 
-    lines = [*_remote_code_lines(plan), *_memory_lines(plan, width)]
+    lines = _remote_code_lines(plan)
+    if plan.possible:
+        lines += _memory_lines(plan, width)
     if plan.fits:
         lines += _step_lines(plan, width, plain=plain)
         if (limit := limit_of(plan)) is not None:
@@ -89,7 +92,8 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
         if not plan.possible:
             lines += _told("why not", list(map(Content, plan.cause_texts)), width)
         remedies = [Content(_remedy_text(fact)) for fact in plan.remedies]
-        lines += _told("to fit", remedies or [faint("nothing known")], width)
+        if remedies or plan.possible:
+            lines += _told("to fit", remedies or [faint("nothing known")], width)
     others = [fact for fact in other_cautions(plan) if not isinstance(fact, RemoteCode)]
     # Where figures come from is a note, too.
     notes = [
