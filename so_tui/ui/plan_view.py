@@ -263,7 +263,7 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
         if lines[-1].cell_length + len(text) + 3 <= width:
             lines[-1] = lines[-1] + faint(", " + text)
         else:
-            lines.append(_labelled("", faint(text)))
+            lines += hanging(_labelled("", ""), faint(text), width)
     sizes = [
         ("shm", plan.shm_bytes, memory(plan.shm_bytes)),
         ("disk", plan.disk_bytes, f"{disk(plan.disk_bytes)} a checkpoint"),

@@ -70,17 +70,20 @@ class WhatIf(StyledLines, can_focus=True):
     def show(self, strips: tuple[Strip, ...]) -> None:
         """Show these strips; none hides the panel."""
         self.strips = strips
-        self.set_class(not strips, "-empty")
         self.draw_again()
 
     @on(events.Resize)
     def draw_again(self) -> None:
         """Draw the strips for the present width and units."""
+        self.set_class(not self.strips, "-empty")
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
         keys = "k, or click a bar; the wheel steps"
         if self.has_focus:
             keys = "left and right step the value"
-        rows = [Content.assemble(("seconds a step, by value", "bold"), faint(f"   {keys}"))]
+        heading = Content.styled("seconds a step, by value", "bold")
+        if heading.cell_length + len(keys) + 3 <= (self.size.width or WIDEST):
+            heading += faint(f"   {keys}")
+        rows = [heading]
         for index, strip in enumerate(self.strips):
             marked = self.has_focus and index == self._marked
             rows += _strip_lines(strip, self.size.width or WIDEST, marked=marked)
