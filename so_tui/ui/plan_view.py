@@ -49,7 +49,8 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     """
     sign, style = SIGNS[plan.verdict], STYLES[plan.verdict]
     facts = [before] if before else []
-    facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
+    verdict = plan.verdict if plan.possible else "cannot run here"
+    facts.append(Content.styled(f"{sign} {verdict}", f"bold {style}"))
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
     mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
@@ -77,7 +78,9 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
     from so_tui.plan.gist import faster_than, limit_of, other_cautions
     from so_tui.plan.notes import Note, RemoteCode
 
-    lines = [*_remote_code_lines(plan), *_memory_lines(plan, width)]
+    lines = _remote_code_lines(plan)
+    if plan.possible:
+        lines += _memory_lines(plan, width)
     if plan.fits:
         lines += _step_lines(plan, width, plain=plain)
         if (limit := limit_of(plan)) is not None:
@@ -88,7 +91,8 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
         if not plan.possible:
             lines += _told("why not", list(map(Content, plan.cause_texts)), width)
         remedies = [Content(_remedy_text(fact)) for fact in plan.remedies]
-        lines += _told("to fit", remedies or [faint("nothing known")], width)
+        if remedies or plan.possible:
+            lines += _told("to fit", remedies or [faint("nothing known")], width)
     others = [fact for fact in other_cautions(plan) if not isinstance(fact, RemoteCode)]
     # Where figures come from is a note, too.
     notes = [
@@ -258,7 +262,7 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
         if lines[-1].cell_length + len(text) + 3 <= width:
             lines[-1] = lines[-1] + faint(", " + text)
         else:
-            lines.append(_labelled("", faint(text)))
+            lines += hanging(_labelled("", ""), faint(text), width)
     if plan.shm_bytes:
         lines.append(_labelled("shm", memory(plan.shm_bytes)))
     first, *others = [*lines, *_saving_lines(plan, width)]

@@ -257,9 +257,16 @@ class Rule(Grip):
         self.refresh()  # whether panels have frames depends on the screen's classes
         super().notify_style_update()
 
+    @property
+    def _has_frame(self) -> bool:
+        """Whether the other three sides stand below it."""
+        siblings = self.parent.children if self.parent is not None else ()
+        below = siblings[siblings.index(self) + 1 :][:1] if siblings else ()
+        return any(widget.has_class("frame") for widget in below)
+
     def render(self) -> Content:
         title, figures = self._shown
-        in_frame = framed(self)
+        in_frame = framed(self) and self._has_frame
         left, right = ("╭", "╮") if in_frame else ("─", "─")
         if not title.plain:
             return Content(left + "─" * (self.size.width - 2) + right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from msgspec.structs import replace
 from textual import events
 from textual.app import App, ComposeResult
 from textual.widget import Widget
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Input, Select, Static
 
+from so_tui.machine.known import named_machine
 from so_tui.plan.plan import Launch
+from so_tui.plan.planner import make_plan
+from so_tui.plan.show import shortfall
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
-from so_tui.ui.configure.plan_pane import WhatIf, _figures
+from so_tui.ui.configure.plan_pane import WhatIf, _figures, nearest_fit
 from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, strips_for
 from so_tui.ui.widgets import FindField
@@ -81,14 +85,14 @@ async def test_what_was_chosen_is_no_change_and_is_named(runs_dir: Path) -> None
         table.move_cursor(row=table.get_row_index("phi-4"), column=0)
         await ui.press("enter")
         await ui.until(titled(ui, "preset phi-4, no changes"))
-        assert titled(ui, "chosen for this machine")()
+        assert titled(ui, "chosen for this machine (★)")()
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
         chosen = row.query_one(Input).value
         assert "★" in note_of(row)
         assert not row.has_class("-changed")
         await ui.edit("offload.ratio", "0.55")
-        await ui.until(titled(ui, "1 change"))
+        await ui.until(titled(ui, "1 changed by you"))
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
         await ui.until(lambda: "was" not in note_of(row))
@@ -97,6 +101,76 @@ async def test_what_was_chosen_is_no_change_and_is_named(runs_dir: Path) -> None
         await ui.press("escape")
         await ui.until(lambda: row.query_one(Input).value == chosen)
         assert titled(ui, "no changes")()
+
+
+async def test_fields_that_do_nothing_are_dimmed_and_skipped(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        screen = ui.screen
+        assert isinstance(screen, ConfigureScreen)
+        screen.edit("llama-3.1-8b")
+        await ui.until(titled(ui, "no changes"), 20)
+        mode, ratio, cores = (
+            row_of(ui, f"offload.{name}") for name in ("mode", "ratio", "cpu_adam_cores_fraction")
+        )
+        mode.query_one(Select).value = "superoffload"
+        await ui.edit("offload.cpu_adam_cores_fraction", "0.55")
+        await ui.until(lambda: cores.has_class("-changed"), 20)
+        mode.query_one(Select).value = "gpu"
+        await ui.until(lambda: ratio.has_class("-idle"), 20)
+        assert all(row.disabled for row in (ratio, cores))
+        form = ui.find("FormPanel", FormPanel)
+        assert not {ratio, cores} & set(form.rows)
+        draft = ui.app.drafts["llama-3.1-8b"]
+        counted = re.search(r"([0-9]+) changed by you", ui.shown("#form-title"))
+        assert counted
+        assert int(counted[1]) == len(draft.changes) - 1, "the cores do nothing"
+        mode.query_one(Select).value = "superoffload"
+        await ui.until(lambda: not ratio.has_class("-idle") and not ratio.disabled, 20)
+
+
+async def test_a_half_typed_number_moves_nothing(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        row = await ui.edit("offload.ratio", "0.5")
+        await ui.until(lambda: row.has_class("-changed"), 20)
+        below = row_of(ui, "offload.states")
+        before, plan = below.region, ui.shown("#plan-text")
+        await ui.type_text("0.", replace=True)
+        await ui.until(lambda: row.problem, 20)
+        assert (below.region, ui.shown("#plan-text")) == (before, plan)
+
+
+async def test_a_name_is_found_before_a_description(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        await ui.press("slash")
+        await ui.type_text("ratio")
+        await ui.until(lambda: len(form.rows) < 8, 20)
+        assert "data.subset" not in {row.path for row in form.rows}
+
+
+async def test_a_key_uses_the_nearest_ratio_that_fits(runs_dir: Path) -> None:
+    async with opened(runs_dir, (160, 45), machine=named_machine("gh200-480")) as ui:
+        await ui.presets()
+        await ui.press("2")
+        screen = ui.screen
+        assert isinstance(screen, ConfigureScreen)
+        screen.edit("qwen3-14b")
+        planned = attrgetter("_planned.plan.spec.name")
+        await ui.until(lambda: screen._planned and planned(screen) == "qwen3-14b", 20)
+        await ui.edit("offload.ratio", "0.5")
+        what_if = ui.find("#what-if", WhatIf)
+        await ui.until(lambda: "which fits" in ui.shown("#verdict") and what_if.strips, 20)
+        strips = what_if.strips
+        (strip,) = (strip for strip in strips if strip.path == RATIO)
+        unfit = strip.choices[strip.at]
+        shown = _figures(unfit, 80).plain
+        assert unfit.plan.shortage is not None
+        assert shown.split("✗ ")[1] == f"{shortfall(unfit.plan)} GiB"
+        await ui.press("escape", "f")
+        await ui.until(lambda: "✓ fits" in ui.shown("#verdict"), 20)
 
 
 async def save_as(ui: Driver, name: str) -> None:
@@ -123,9 +197,9 @@ async def test_edits_survive_screens_and_overwrite_no_preset_unasked(
             form.edit(preset)
             await ui.until(titled(ui, f"preset {preset}, no changes"))
             await ui.edit("train.learning_rate", rate)
-            await ui.until(titled(ui, "1 change"))
+            await ui.until(titled(ui, "1 changed by you"))
         await ui.press("escape", "5", "2")
-        assert titled(ui, "1 change")()
+        assert titled(ui, "1 changed by you")()
         for name, answer in (("tiny", "is a built-in preset"), ("my_ x", "is not a valid name")):
             await save_as(ui, name)
             await ui.until(lambda: answer in ui.shown("#said"))  # noqa: B023 - called at once
@@ -134,7 +208,7 @@ async def test_edits_survive_screens_and_overwrite_no_preset_unasked(
         await ui.until(lambda: "Replace your preset taken?" in ui.text())
         await ui.press("enter")  # the default keeps what is there
         await ui.until(lambda: ui.screen is form)
-        assert titled(ui, "1 change")()
+        assert titled(ui, "1 changed by you")()
         assert (taken.read_text(), [*folder.iterdir()]) == (before, [taken])
         await save_as(ui, "taken")
         await ui.press("y")
@@ -267,6 +341,20 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
         await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
         await ui.until(lambda: form.region != before)
         assert (form.region.x, form.region.width) == (before.x, before.width)
+
+
+def test_the_nearest_ratio_that_fits_is_used_else_what_the_plan_says() -> None:
+    machine = named_machine("gh200-480")
+    spec = find_preset("qwen3-14b").spec
+    for policy, expected in (("attention", {RATIO}), ("auto", {"offload.mode", RATIO})):
+        edits = {"offload.mode": "superoffload", RATIO: "0.5"}
+        edits |= {"model.activation_checkpointing": policy} if policy != "auto" else {}
+        plan = make_plan(with_values(spec, edits), machine)
+        strips = strips_for(plan, machine)
+        assert strips is not None
+        changes = nearest_fit(plan, strips)
+        assert changes.keys() <= expected
+        assert make_plan(with_values(spec, edits | changes), machine).fits
 
 
 def test_strips_say_what_other_values_cost() -> None:

@@ -69,6 +69,10 @@ async def test_no_figure_is_cut_at_any_width(runs_dir: Path, name: str) -> None:
             for row in rows
             for gpus, plan in row.cells.items()
         }
+        for width in (80, 120, 139, 140, 160):
+            await ui.resize(width, 40)
+            await ui.until(lambda: table.region.width >= table.cells, 10)
+            assert table.cells == table.virtual_size.width, width
         for room in range(36, 220):
             table.room = room
             table.show(rows, counts, "GPU")

@@ -125,7 +125,7 @@ class FieldRow(Horizontal):
         Select:focus > SelectCurrent {
             background: $block-cursor-blurred-background; color: $accent;
         }
-        &.-selected, &.-wrong { height: auto; }
+        &.-selected { height: auto; }
         &.-selected .field-note { height: auto; text-wrap: wrap; }
         _Stepper { display: none; }
         &.-selected _Stepper { display: block; }
@@ -133,9 +133,10 @@ class FieldRow(Horizontal):
         .field-number { width: 9; margin-right: 1; }
         &.-selected .field-number { margin-right: 0; }
         .field-unit { width: 10; }
-        &.-changed .field-name { color: $accent; text-style: bold; }
+        &.-changed .field-name { text-style: bold; }
+        &.-idle .field-name, &.-idle .field-note { color: $faint; text-opacity: 60%; }
         &.-wrong .field-name { color: $error; text-style: bold; }
-        &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
+        &.-wrong .field-note { color: $error; height: 1; text-wrap: nowrap; }
         &.-wrong Input { border-left: outer $error; }
     }
     """
@@ -183,9 +184,11 @@ class FieldRow(Horizontal):
         units = [unit for unit, _ in _UNITS] if self.path == LENGTH else []
         return " ".join((label(self.path).lower(), *units))
 
-    def matches(self, needle: str) -> bool:
-        """Return whether a text in small letters is in the field's name, path or description."""
-        text = f"{label(self.path)} {self.path} {self.about}".lower()
+    def matches(self, needle: str, *, by_purpose: bool) -> bool:
+        """Return whether a text in small letters is in the field's name or path, or in its
+        description, too.
+        """
+        text = f"{self.name_shown} {self.path} {self.about if by_purpose else ''}".lower()
         return all(word in text for word in needle.split())
 
     @property
@@ -230,6 +233,12 @@ class FieldRow(Horizontal):
         self._show_note()
         sign = "✗ " if problem else "• " if was is not None else ""
         self.query_one(".field-name", Label).update(Content(sign + label(self.path)))
+
+    def show_idle(self, idle: bool) -> None:
+        """Dim a field that does nothing with the values of others, and let the cursor skip it."""
+        if idle != self.has_class("-idle"):
+            self.set_class(idle, "-idle")
+            self.disabled = idle
 
     def _show_note(self) -> None:
         """Show what there is to say of the selected field, which wraps it, and of others as much as
@@ -423,10 +432,12 @@ class FormPanel(Vertical):
 
     def _filter(self, needle: str) -> None:
         heading: Widget | None = None
+        # What is described so is shown where nothing is called so.
+        by_purpose = not any(row.matches(needle, by_purpose=False) for row in self.all_rows)
         with self.app.batch_update():
             for child in self.fields.children:
                 if isinstance(child, FieldRow):
-                    child.display = child.matches(needle)
+                    child.display = child.matches(needle, by_purpose=by_purpose)
                     if heading is not None and child.display:
                         heading.display = True
                 else:

@@ -5,7 +5,9 @@ step the value.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from textual import events, getters, on
 from textual.app import ComposeResult
@@ -14,14 +16,26 @@ from textual.message import Message
 from textual.widgets import Button, Static
 
 from so_tui.ui import plan_view
-from so_tui.ui.form import RATIO, Choice, Planned, Strip, problem_text
+from so_tui.ui.form import (
+    RATIO,
+    Choice,
+    Planned,
+    Strip,
+    Texts,
+    label,
+    problem_text,
+    text_of,
+)
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.run_rows import bars
-from so_tui.ui.text import Content, in_rows, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shows_ascii
 from so_tui.ui.widgets import keys
-from so_tui.units import duration, memory_of, plural
+from so_tui.units import duration, memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
+
+if TYPE_CHECKING:
+    from so_tui.plan.plan import Plan
 
 UNKNOWN = "·"
 """A value whose step time is not predicted."""
@@ -56,17 +70,20 @@ class WhatIf(StyledLines, can_focus=True):
     def show(self, strips: tuple[Strip, ...]) -> None:
         """Show these strips; none hides the panel."""
         self.strips = strips
-        self.set_class(not strips, "-empty")
         self.draw_again()
 
     @on(events.Resize)
     def draw_again(self) -> None:
         """Draw the strips for the present width and units."""
+        self.set_class(not self.strips, "-empty")
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
         keys = "k, or click a bar; the wheel steps"
         if self.has_focus:
             keys = "left and right step the value"
-        rows = [Content.styled(f"what if   {keys}", "bold $faint")]
+        heading = Content.styled("seconds a step, by value", "bold")
+        if heading.cell_length + len(keys) + 3 <= (self.size.width or WIDEST):
+            heading += faint(f"   {keys}")
+        rows = [heading]
         for index, strip in enumerate(self.strips):
             marked = self.has_focus and index == self._marked
             rows += _strip_lines(strip, self.size.width or WIDEST, marked=marked)
@@ -144,7 +161,7 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not
     fit; · has no predicted time.
     """
-    name = f"{'ratio' if strip.path == RATIO else 'Adam cores':<11}"
+    name = f"{'ratio' if strip.path == RATIO else 'Adam share':<11}"
     times = (choice.plan.step_s for choice in strip.choices)
     heights = bars([math.nan if step_s is None else step_s for step_s in times])
     present = strip.choices[strip.at]
@@ -163,23 +180,46 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
 
 
 def _figures(choice: Choice, width: int) -> Content:
-    """Return ``0.70 ✓ step 1.72 s ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits;
-    no figure is cut.
+    """Return ``0.70 ✓ 1.72 s/step ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits,
+    or ``0.50 ✗ host 211 > 111 GiB``; no figure is cut.
     """
+    from so_tui.plan.show import shortfall
+
     plan = choice.plan
-    step = " step not predicted"
-    if plan.verdict == "does not fit":
-        step = f" {plan.verdict}"
-    elif plan.step_s:
-        step = f" step {duration(plan.step_s)}{plan.step_error_text}"
-    sign = SIGNS[plan.verdict], STYLES[plan.verdict]
-    line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
+    line = Content.assemble(
+        f"    {choice.value:.2f}  ", (SIGNS[plan.verdict], STYLES[plan.verdict])
+    )
+    if not plan.fits:
+        unit = f" {memory_unit()[1]}" if plan.shortage else ""
+        return Content.assemble(line, (f" {shortfall(plan)}{unit}", "bold"))
+    step = f"{duration(plan.step_s)}/step" if plan.step_s else "step not predicted"
+    line = Content.assemble(line, (f" {step}", "bold"), plan.step_error_text)
     gpu, host = plan.gpu_bytes, max(plan.host_bytes_per_node.values(), default=0)
     on_gpu = f"   GPU {memory_of(gpu, plan.gpu_capacity_bytes)}" if gpu else ""
     for piece in (on_gpu, f"   host {memory(host)}" if host else ""):
         if line.cell_length + len(piece) <= width:
             line = line + piece
     return line
+
+
+def nearest_fit(plan: Plan, strips: Sequence[Strip]) -> Texts:
+    """Return what to change, by path, so that a run fits: the ratio to the next one with which it
+    does, else what the plan says. Nothing where neither is known.
+    """
+    from so_tui.plan.notes import FitsHere
+
+    fitting = [
+        choice.value
+        for strip in strips
+        if strip.path == RATIO
+        for choice in strip.choices
+        if choice.plan.fits
+    ]
+    if fitting:
+        return {RATIO: text_of(min(fitting, key=lambda value: abs(value - plan.ratio)))}
+    remedy = next((fact for fact in plan.remedies if isinstance(fact, FitsHere)), None)
+    changes = remedy.changes if remedy is not None else ()
+    return {change.key: text_of(change.after) for change in changes}
 
 
 # What Configure shows beside the form: the verdict, the what-if strips, the plan of what is in the
@@ -210,29 +250,43 @@ class PlanPanel(Vertical):
             yield Button("Copy  y", id="copy", compact=True)
 
     def show(self, planned: Planned) -> None:
-        """Show a plan, or the problems of the values that were to be planned."""
-        self._planned = planned
+        """Show a plan, or what is wrong with the values that were to be planned: the plan of before
+        stays below it, so that nothing jumps while a number is typed.
+        """
         plan = planned.plan
         self.query_one("#launch", Button).disabled = plan is None or not planned.command
+        self.set_class(plan is None, "-stale")
         if plan is not None:
+            self._planned = planned
             self.lay_out()
             return
         count = plural(len(planned.problems), "invalid field")
-        them = "it" if len(planned.problems) == 1 else "them"
-        self._verdict.update(
-            Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error")
-        )
-        self.what_if.show(())
-        self._text.update(Content("\n\n").join(map(problem_text, planned.problems)))
+        self._verdict.update(Content.styled(f"✗ {count}: no plan", "bold $error"))
+        if self._planned is None:
+            self._text.update(Content("\n\n").join(map(problem_text, planned.problems)))
+
+    @property
+    def fit(self) -> Texts:
+        """What to change, by path, where the plan does not fit."""
+        plan = self._planned.plan if self._planned is not None else None
+        return {} if plan is None or plan.fits else nearest_fit(plan, self.what_if.strips)
+
+    def show_strips(self, strips: tuple[Strip, ...]) -> None:
+        """Show what other values would do."""
+        self.what_if.show(strips)
+        self.lay_out()
 
     def lay_out(self) -> None:
         """Draw the plan for the present width of its pane."""
         planned = self._planned
         self.what_if.draw_again()
-        if planned is not None and planned.plan is not None:
-            self._verdict.update(
-                plan_view.headline(planned.plan, max(30, self._verdict.content_size.width))
-            )
-            pane = self.query_one("#plan-pane").content_size
-            width, plain = max(30, pane.width - 1), shows_ascii(self.app)
-            self._text.update(plan_view.as_roomy(planned.plan, width, pane.height, plain=plain))
+        if planned is None or planned.plan is None or self.has_class("-stale"):
+            return
+        lines = [plan_view.headline(planned.plan, max(30, self._verdict.content_size.width))]
+        if fit := self.fit:
+            values = ", ".join(f"{label(path)} {text}" for path, text in fit.items())
+            lines.append(Content.assemble(("f  ", "bold $accent"), f"use {values}, which fits"))
+        self._verdict.update(in_rows(lines))
+        pane = self.query_one("#plan-pane").content_size
+        width, plain = max(30, pane.width - 1), shows_ascii(self.app)
+        self._text.update(plan_view.as_roomy(planned.plan, width, pane.height, plain=plain))

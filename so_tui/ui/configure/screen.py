@@ -85,6 +85,45 @@ def _field_note(path: str, plan: Plan | None, machine: Machine | None, given_mod
     return ""
 
 
+_OF_ADAM_ON_HOST = (
+    "offload.ratio",
+    "offload.cpu_adam_cores_fraction",
+    "offload.engine",
+    "offload.states",
+    "offload.sub_group_size",
+    "offload.speculation",
+    "offload.speculation_gib",
+    "offload.parameters",
+)
+_OF_OUR_ADAM = (
+    "offload.cpu_adam_cores_fraction",
+    "offload.engine",
+    "offload.states",
+    "offload.speculation",
+    "offload.speculation_gib",
+)
+
+
+def idle_fields(values: Texts) -> frozenset[str]:
+    """Return the fields that do nothing with the values of others."""
+
+    def says(path: str, *texts: str) -> bool:
+        return values.get(path, "") in texts
+
+    nothing = ("", "0", "0.0")
+    evaluates = ("data.held_out", "data.evaluation", "data.evaluation_split")
+    rules: tuple[tuple[bool, tuple[str, ...]], ...] = (
+        (says("offload.mode", "gpu"), _OF_ADAM_ON_HOST),
+        (says("offload.mode", "zerooffload"), _OF_OUR_ADAM),
+        (says("train.gradient_clipping", *nothing), ("offload.speculation",)),
+        (not says("train.tokens_per_step", *nothing), ("train.gradient_accumulation",)),
+        (not says("train.schedule", "wsd"), ("train.decay_ratio",)),
+        (says("train.schedule", "constant"), ("train.min_learning_rate_ratio",)),
+        (all(says(path, *nothing) for path in evaluates), ("train.evaluate_every_steps",)),
+    )
+    return frozenset(path for idle, paths in rules if idle for path in paths)
+
+
 def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool) -> str:
     """Return what the chosen partition offers, what it may be, or why none can be named here."""
     if not slurm:
@@ -107,13 +146,14 @@ def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool
 
 
 def _changes_title(draft: Draft) -> Content:
-    """Return the model, its preset, how many fields were changed, and how many were recommended for
-    which machine, in one line; = lists them all.
+    """Return the model, its preset, how many fields were chosen for which machine, and how many the
+    user changed, in one line; = lists them all. A change that does nothing is none.
     """
-    changed = plural(len(draft.changes), "change") if draft.changes else "no changes"
-    facts = f"   preset {draft.base.name}, {changed}"
+    changed = len(set(draft.changes) - idle_fields(draft.values))
+    changes = f"{changed} changed by you (•)" if changed else "no changes"
+    facts = f"   preset {draft.base.name}, {changes}"
     if count := len(draft.chosen):
-        facts += f"   ★ {count} chosen for {draft.machine}"
+        facts += f"   {count} chosen for {draft.machine} (★)"
     return Content.assemble((draft.base.label, "bold"), (facts, "$faint"))
 
 
@@ -291,7 +331,8 @@ class ConfigureScreen(ResizablePage):
 
     def _show_strips(self, serial: int, strips: tuple[Strip, ...]) -> None:
         if serial == self._serial:
-            self.plan.what_if.show(strips)
+            self.plan.show_strips(strips)
+            self.refresh_bindings()
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
@@ -327,6 +368,7 @@ class ConfigureScreen(ResizablePage):
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
         problems = _problems_by_row(planned)
         values, slurm = draft.values, preset_actions.has_slurm()
+        idle = idle_fields(values)
         for row in self.form.all_rows:
             path = row.path
             note = _field_note(path, planned.plan, self.app.machine, values["offload.mode"])
@@ -338,11 +380,26 @@ class ConfigureScreen(ResizablePage):
                 problem=problems.get(path, ""),
                 note=note,
             )
+            row.show_idle(path in idle and path not in problems)
         self.form.refused = ""
         self.form.show_about()
 
     def _show_title(self, draft: Draft) -> None:
         self.query_one("#form-title", Static).update(_changes_title(draft))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "fit":
+            return bool(self.plan.fit)
+        return super().check_action(action, parameters)
+
+    def action_fit(self) -> None:
+        """Change what makes the run fit."""
+        values = self.plan.fit
+        for path, text in values.items():
+            self._set_field(path, text)
+        for row in self.form.all_rows:
+            if row.path in values:
+                row.show_value(row.path, values[row.path])
 
     # Moving about.
 
