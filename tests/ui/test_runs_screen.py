@@ -14,17 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from rich.text import Text
 from textual.widgets import DataTable
 
-from so_tui.runs import MetricsWriter, read_state
+from so_tui.runs import MetricsWriter, read_spec, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.settings_file import load_settings
+from so_tui.spec import with_values
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import write_picture
 from so_tui.ui.run_actions import _note_text, _parsed_note
+from so_tui.ui.runs.table import RunTable
 from tests.support.make_run import write_run
 from tests.support.records import append_records, change_state, step_record
 from tests.support.screen import SIZES, Driver, opened
@@ -42,7 +45,8 @@ async def listed(runs_dir: Path, offers: str = "") -> AsyncIterator[Driver]:
 
 def names(ui: Driver) -> list[str]:
     table: DataTable[Text] = ui.find("#table", DataTable)
-    return [Path(str(key.value)).name for key in table.rows]
+    keys = [str(key.value) for key in table.rows]
+    return [Path(key).name for key in keys if not key.startswith("group ")]
 
 
 def drawn_to(ui: Driver, step: int) -> bool:
@@ -179,8 +183,97 @@ async def test_runs_are_sorted_grouped_and_annotated(runs_dir: Path) -> None:
         await ui.answer("too short #paper")
         await ui.until(lambda: names(ui) == ["a", "c", "b"])
         assert read_notes(runs[1]) == RunNotes(note="too short", tags=("paper",))
-        assert "paper a" in ui.text()
+        lines = [" ".join(line.replace("│", "").split()) for line in ui.lines()]
+        heading = lines.index("paper 2 runs")
+        assert "failed a " in lines[heading + 1]
+        assert lines[heading + 3] == "no tag 1 run"
+        # The cursor passes over headings.
+        assert ui.screen.chosen_run == runs[1]  # type: ignore[attr-defined]
+        await ui.press("down", "down")
+        assert ui.screen.chosen_run == runs[2]  # type: ignore[attr-defined]
+        await ui.press("up", "up", "up", "up")
+        assert ui.screen.chosen_run == runs[1]  # type: ignore[attr-defined]
         await ui.until(lambda: "too short" in ui.shown("#facts"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("paper", "a"),
+        ("#pap", "a"),
+        ("tag:paper", "a"),
+        ("#good", "b"),
+        ("#aper", ""),
+        ("too short", "a"),
+        ("alpaca.json", "b"),
+        ("quad-gh200", "a b"),
+        ("train.learning_rate=1e-5", "a"),
+        ("learning_rate=0.00001", "a"),
+        ("ratio=0.15", "a b"),
+        ("io=0.15", ""),
+        ("nothing=1", ""),
+        ("#paper ratio=0.9", ""),
+        ("MODE=Super", "a b"),
+    ],
+)
+async def test_the_filter_finds(runs_dir: Path, typed: str, found: str) -> None:
+    a = write_run(runs_dir, steps=10, state="failed", name="a")
+    b = write_run(runs_dir, steps=10, state="failed", name="b")
+    for run, values in (
+        (a, {"train.learning_rate": "1e-5"}),
+        (b, {"train.learning_rate": "2e-5", "data.source": "/data/alpaca.json"}),
+    ):
+        run.spec_path.write_bytes(msgspec.json.encode(with_values(read_spec(run), values)))
+    write_notes(a, RunNotes(note="too short", tags=("paper",)))
+    write_notes(b, RunNotes(tags=("good",)))
+    async with listed(runs_dir) as ui:
+        await ui.until(lambda: len(names(ui)) == 2)
+        await ui.press("slash")
+        await ui.type_text(typed)
+        await ui.until(lambda: sorted(names(ui)) == found.split())
+        if not found:
+            assert f"no match for {typed}" in ui.text()
+            assert "esc clears" in ui.shown("#facts")
+
+
+async def test_a_second_click_on_a_heading_reverses(runs_dir: Path) -> None:
+    for n, name in enumerate("cab", 1):
+        write_run(runs_dir, steps=20 * n, total=99, state="failed", name=name)
+    write_run(runs_dir, steps=0, state="failed", name="none")
+    async with listed(runs_dir) as ui:
+        table = ui.find("#table", RunTable)
+        await ui.until(lambda: table.row_count == 4)
+        await ui.until(lambda: ui.text().count("▁") >= 3)
+
+        async def click(name: str, expected: list[str]) -> None:
+            at = table.render_line(0).text.index(name) + table.gutter.left
+            await ui.pilot.click(table, offset=(at, table.gutter.top))
+            await ui.until(lambda: names(ui) == expected)
+
+        await click("step", ["b", "a", "c", "none"])
+        await click("step", ["none", "c", "a", "b"])
+        known = ui.screen._curves  # type: ignore[attr-defined]
+        losses = {run.name: curve.results.loss for run, curve in known.items()}
+        lowest_first = sorted("abc", key=lambda name: losses[name])
+        await click("mean loss", [*lowest_first, "none"])
+        await click("mean loss", [*reversed(lowest_first), "none"])
+        assert ui.notes() == []
+        assert "sorted by loss" in ui.text()
+
+
+async def test_the_question_before_deletion_says_what_it_frees(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, state="failed", name="big")
+    (run.path / "weights").write_bytes(b"x" * 3_000_000)
+    async with listed(runs_dir, "D Delete") as ui:
+        await ui.press("D")
+        await ui.until(lambda: re.search(r"3\.\d+ MB will be freed", ui.text()))
+
+
+async def test_details_name_the_data_and_results(runs_dir: Path) -> None:
+    write_run(runs_dir, steps=30, state="finished", name="one", preset="tiny")
+    async with listed(runs_dir) as ui:
+        await ui.until(lambda: "tokens/s" in ui.shown("#facts"))
+        assert "on builtin:" in ui.shown("#facts")
 
 
 async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from so_tui.units import plural, thousands
 NARROWEST = 12
 """Cells of a column of a run's settings."""
 MOST_FOLDS = 3
+RESULT = 14
+"""Cells of a result where two stand beside each other."""
 
 
 def _facts(
@@ -56,6 +58,7 @@ def _facts(
         ("next: ", brief_message(state.suggestion)),
         ("", brief_message(state.detail) if row.live else ""),
         ("trains ", f"{spec.model.id} with {spec.offload.mode}" if spec is not None else ""),
+        ("on ", _data_text(row.sources, width - 3)),
         ("saved ", f"{checkpoint}, {plural(state.attempt, 'attempt')}"),
     )
     lines += [[(name, "$faint"), text] for name, text in named if text]
@@ -68,10 +71,19 @@ def _facts(
         lines.append(_place("exported", exported, width))
     texts = {name: result_text(results or RunResults(), key) for key, name in RESULTS.items()}
     measured: list[Pieces] = [
-        [(f"{name:<16}", "$faint"), text] for name, text in texts.items() if text
+        [(f"{name:<16}", "$faint"), f"{text:<{RESULT}}"] for name, text in texts.items() if text
     ]
-    lines += [[""], *measured] if measured else []
+    rows = -(-len(measured) // (2 if width >= 2 * (16 + RESULT) else 1))
+    lines += [[]] * bool(measured)
+    lines += [[piece for each in measured[at::rows] for piece in each] for at in range(rows)]
     return in_rows(Content.assemble(*line) for line in lines)
+
+
+def _data_text(sources: Sequence[str], width: int) -> str:
+    """Return what a run trains on: its source, or those of a mixture."""
+    if len(sources) == 1:
+        return shorten_path(sources[0], width)
+    return shorten(", ".join(source.rpartition("/")[2] for source in sources), width)
 
 
 def _place(name: str, path: Path, width: int) -> Pieces:
@@ -188,9 +200,6 @@ class RunPreview(Vertical):
             yield Chart(LOSS, boxed=False)
             yield Static(id="facts")
 
-    def on_mount(self) -> None:
-        self.overlay.waiting = "no step yet"
-
     def set_size(self, columns: int | None, rows: int | None) -> None:
         """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and
         facts where they are given.
@@ -199,6 +208,13 @@ class RunPreview(Vertical):
         self.styles.width = columns or "100%"
         frame = BOTTOM if framed(self) else 0
         self.body.styles.height = "1fr" if columns else rows and rows + frame
+
+    def show_nothing(self, why: str) -> None:
+        """Show why there is no run."""
+        self.heading.update("")
+        self.overlay.waiting = ""
+        self.overlay.show([], None)
+        self.facts.update(why)
 
     def show(
         self,
@@ -214,6 +230,7 @@ class RunPreview(Vertical):
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
         own = curves.get(row.run)
+        self.overlay.waiting = "no step yet"
         if marked:
             looks = drawn_looks(marked, curves, coloured=not self.app.no_color)
             room = self.overlay.heading_room // max(1, len(looks)) - VALUE
@@ -237,6 +254,6 @@ class RunPreview(Vertical):
             notes=_means_note(shown) if marked else (),
             progress=reading_text(max((curve.unread_share for curve in shown), default=0.0)),
         )
-        results = own.results if own is not None and self._columns else None
+        results = own.results if own is not None else None
         width = (self._columns or self.app.size.width * 2 // 5 - 1) - 4
         self.facts.update(_facts(row, width, results, exported))
