@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -19,15 +19,21 @@ import pytest
 from rich.text import Text
 from textual.widgets import DataTable
 
-from so_tui.runs import MetricsWriter, read_spec, read_state
+from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import OLD_S, STALE_S
+from so_tui.runs.records import RunState
+from so_tui.runs.results import RunResults
 from so_tui.settings_file import load_settings
 from so_tui.spec import with_values
-from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.chart import Chart, look_of
 from so_tui.ui.charts.series import write_picture
 from so_tui.ui.run_actions import _note_text, _parsed_note
+from so_tui.ui.run_rows import RunRow
+from so_tui.ui.runs.comparison import comparison
 from so_tui.ui.runs.table import RunTable
+from so_tui.ui.text import Content
+from tests.support.launching import tiny
 from tests.support.make_run import write_run
 from tests.support.records import append_records, change_state, step_record
 from tests.support.screen import SIZES, Driver, opened
@@ -69,7 +75,7 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
         await ui.press("escape", "down", "space")
         assert len(ui.find("#overlay", Chart).lines) == 2
         await ui.press("equals_sign")
-        await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +[│\n]", ui.text()))
+        await ui.until(lambda: re.search(r"data\.sequence_length( +256| +4096){2}", ui.text()))
         await ui.press("escape", "D")
         assert ui.screen is table.screen
         assert live.path.exists(), "the cursor is on the live run, which is never deleted"
@@ -194,6 +200,58 @@ async def test_runs_are_sorted_grouped_and_annotated(runs_dir: Path) -> None:
         await ui.press("up", "up", "up", "up")
         assert ui.screen.chosen_run == runs[1]  # type: ignore[attr-defined]
         await ui.until(lambda: "too short" in ui.shown("#facts"))
+
+
+def compared(
+    made: Sequence[tuple[str, RunResults, dict[str, str]]], sort: str = "started", width: int = 120
+) -> Content:
+    """Return the comparison of runs by name, with results and settings."""
+    spec = tiny()
+    rows, results = [], {}
+    for name, found, values in made:
+        run = RunDirectory(Path("/runs") / name)
+        state = RunState(name=name, state="finished")
+        rows.append(RunRow(run, with_values(spec, values), state))
+        results[run] = found
+    looks = {row.run: look_of(at, coloured=True) for at, row in enumerate(rows)}
+    return comparison(rows, results, looks, sort)[1](width)
+
+
+def styles_of(content: Content, text: str) -> list[str]:
+    """Return the styles of the spans that are exactly a text."""
+    plain = content.plain
+    return [
+        str(span.style) for span in content.spans if plain[span.start : span.end].strip() == text
+    ]
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_compared_runs_are_ranked_and_the_best_marked(width: int) -> None:
+    slow = RunResults(loss=1.25, tokens_per_s=900.0, step_s=2.0)
+    fast = RunResults(loss=1.5, tokens_per_s=1400.0, step_s=1.0)
+    runs = [("fast", fast, {}), ("none", RunResults(), {}), ("slow", slow, {})]
+    shown = compared(runs, width=width)
+    first, second, third = shown.plain.splitlines()[1:4]
+    assert [line.split()[2] for line in (first, second, third)] == ["slow", "fast", "none"]
+    assert first.rstrip().endswith(("1.2500", "900", "2.00 s"))
+    ends = {line.index(loss) + len(loss) for line, loss in ((first, "1.2500"), (second, "1.5000"))}
+    assert ends == {shown.plain.index("mean loss") + len("mean loss")}
+    assert styles_of(shown, "1.2500") == ["bold $success"]
+    assert styles_of(shown, "1.5000") in ([], [""])
+    assert all(len(line) <= width for line in shown.plain.splitlines())
+    by_speed = compared(runs, sort="tokens/s").plain.splitlines()[1:4]
+    assert [line.split()[2] for line in by_speed] == ["fast", "slow", "none"]
+    assert f"${look_of(0, coloured=True).role}" in [str(span.style) for span in shown.spans]
+
+
+def test_a_comparison_says_what_differs() -> None:
+    one, two = RunResults(loss=1.0), RunResults(loss=2.0)
+    shown = compared([("a", one, {"train.steps": "7"}), ("b", two, {"train.steps": "9"})])
+    assert re.search(r"^train\.steps +7 +9$", shown.plain, re.MULTILINE)
+    assert styles_of(shown, "9") == ["bold $warning"]
+    assert "do not compare" not in shown.plain
+    other = compared([("a", one, {}), ("b", two, {"data.source": "/data/x.json"})])
+    assert "data.source differs: losses on different data do not compare" in other.plain
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from so_tui.ui.charts.series import write_picture
 from so_tui.ui.messages import is_working
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
-from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
+from so_tui.ui.runs.comparison import comparison
+from so_tui.ui.runs.preview import RunPreview, drawn_looks
 from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets import Divider, FindField, keys
@@ -218,7 +219,8 @@ class RunsScreen(FiltersTable, ResizablePage):
             )
         else:
             results = {run: curve.results for run, curve in self._curves.items()}
-            title, table = comparison(rows, results)
+            looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
+            title, table = comparison(rows, results, looks, self.app.settings.runs.sort)
             self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:
