@@ -98,11 +98,14 @@ class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "mfu",
             "memory",
         ],
-        Meta(description="what runs are sorted by"),
+        Meta(description="what the screen sorts runs by"),
     ] = "started"
+    reverse: Annotated[
+        bool, Meta(description="whether the screen shows the last of them first")
+    ] = False
     group: Annotated[
         Literal["none", "model", "state", "tag", "host"],
-        Meta(description="what runs are grouped by"),
+        Meta(description="what the screen groups runs by"),
     ] = "none"
 
 

@@ -238,7 +238,6 @@ def runs(arguments: Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
     from so_tui.launch.supervisor.processes import own_environs
-    from so_tui.settings_file import load_settings
 
     rows = []
     environs, reading = cache(own_environs), reading_time(_RUN_S)
@@ -252,7 +251,7 @@ def runs(arguments: Namespace) -> int:
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             state = _state(run)
             rows.append(_Row(run, state, _results(run, state, reading())))
-    sort = arguments.sort or load_settings().settings.runs.sort
+    sort = arguments.sort or "started"
     rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
         listed = (

@@ -196,11 +196,11 @@ def table_of(
     def taken() -> int:
         return sum(widths[key] + _gap(keys, at) for at, key in enumerate(keys))
 
-    for cells, dispensable in (
+    for wanted, dispensable in (
         (ENOUGH_CELLS, _GIVE_WAY_FIRST),
         (LEAST_CELLS, (*_GIVE_WAY, *reversed(_ORDER[:-2]), "foreign")),
     ):
-        widths |= {role: min(cells[role], count) + 2 for role, count in counts.items()}
+        widths |= {role: min(wanted[role], count) + 2 for role, count in counts.items()}
         for key in dispensable:
             if taken() <= width:
                 break
@@ -215,8 +215,8 @@ def table_of(
         widths[role] += min(most, more)
     for row, loads in zip(rows, busy, strict=False):
         for role in [role for role in shown if role in loads]:
-            cells = _core_cells(loads[role], widths[role] - 2, glyphs)
-            row[role] = [(f"{_SIGNS[role]} ", "sign"), (cells, role)]
+            bars = _core_cells(loads[role], widths[role] - 2, glyphs)
+            row[role] = [(f"{_SIGNS[role]} ", "sign"), (bars, role)]
             row[f"{role} %"] = [(f"{sum(loads[role]) / len(loads[role]):3.0f} %", "label")]
     labels: list[tuple[int, str]] = []
     lines: list[Cells] = [[] for _ in rows]

@@ -278,8 +278,8 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             else:
                 drawn = self._curves(view, lines, axis, size, styles)
                 if named:  # in place of the highest label: the scale is in the lines above
-                    name = f"{shorten(named, GUTTER - 1):<{GUTTER}}"
-                    drawn[0][0] = Segment(name, styles["title"])
+                    label = f"{shorten(named, GUTTER - 1):<{GUTTER}}"
+                    drawn[0][0] = Segment(label, styles["title"])
             self._plots[name] = key, drawn
         return [
             [label, *with_cursor(row, axis, self.cursor, size[0], styles["cursor"])]

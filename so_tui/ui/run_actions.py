@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,19 +25,18 @@ from so_tui.runs import state as run_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import sighting
 from so_tui.runs.lock import evidence, record_end
-from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.metrics import records_at_end
+from so_tui.runs.records import FINAL_STATES, RunState, StepRecord
 from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject
 from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
-from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.messages import failure, in_thread, reporting
-from so_tui.units import plural, thousands
+from so_tui.units import disk_size, plural, thousands
 
 if TYPE_CHECKING:
     from so_tui.ui.page import Page
-    from so_tui.ui.run_rows import RunRow
     from so_tui.ui.shared_app import SharedApp
 
 
@@ -73,10 +76,11 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
             partial(_change, app, run, record, "stopped", "record the end of a run"),
         )
         return
+    step = _newest_step(run, state)
     app.ask(
         f"Stop {run.name}?",
         [
-            f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
+            f"It is at step {thousands(step)} of {thousands(state.total_steps)}.",
             (
                 "It finishes the current step and ends. Unless the preset says otherwise, it saves "
                 "a checkpoint to resume from."
@@ -88,11 +92,43 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     )
 
 
+MEASURED_S = 0.2
+"""How long the folder of a run is measured before the question whether to delete it."""
+
+
+def _newest_step(run: RunDirectory, state: RunState) -> int:
+    """Return the newest step of a run: its state follows the records by some seconds."""
+    try:
+        steps = [record.step for record in records_at_end(run) if isinstance(record, StepRecord)]
+    except OSError:
+        steps = []
+    return max([state.step, *steps])
+
+
+def bytes_in(folder: Path, limit_s: float) -> tuple[int, bool]:
+    """Return what the files in a folder take on the disk, and whether all of them could be measured
+    in ``limit_s``. Links are not followed.
+    """
+    deadline, total = time.monotonic() + limit_s, 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                total += Path(place, name).lstat().st_blocks * 512
+        if time.monotonic() >= deadline:
+            return total, False
+    return total, True
+
+
 def _ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
+    size, whole = bytes_in(run.path, MEASURED_S)
+    freed = f"{'' if whole else 'More than '}{disk_size(size)}"
     app.ask(
         f"Delete {run.name}?",
-        [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."],
+        [
+            str(run.path),
+            f"{freed} will be freed. Its metrics, log and the checkpoints in it will be lost.",
+        ],
         partial(_change, app, run, delete_run, "deleted", "delete a run"),
         yes="Delete",
         no="No, keep it",
@@ -395,50 +431,45 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell) -> None:
-    """Ask where to, and export: what it is follows from the name."""
-    run = row.run
-    try:  # the list is some seconds old
-        saved = read_state(run).saved_step
-    except InputError:
-        saved = row.state.saved_step
-    choices = [
-        (f"{run.name}-model", "the model, a folder for from_pretrained"),
-        (f"{run.name}.csv", "every step"),
-        (f"{run.name}.parquet", "every step (with pyarrow)"),
-        (f"{run.name}.svg", "the chart as shown"),
-    ]
-    export = partial(_export, screen, run, curves, tell)
-    ask_where_to_export(screen, run.name, choices[saved is None :], new_path, export)
+@dataclass(frozen=True, slots=True)
+class ChartExport:
+    """The charts of a screen, as ``E`` writes them there."""
+
+    choices: Sequence[tuple[str, str]]
+    """Names of files, each with what is in it."""
+    takes: Callable[[Path], bool]
+    """Says by its name whether a file is one of them."""
+    write: Callable[[Path], str]
+    """Writes it, and returns what was written."""
 
 
-def ask_where_to_export(
-    screen: Page,
-    subject: str,
-    choices: Sequence[tuple[str, str]],
-    read: Callable[[str], Path],
-    export: Callable[[Path], str],
-) -> None:
-    """Ask for the file or folder that ``subject`` is exported to, one of ``choices`` or another,
-    and call ``export``, which returns what was written, in a thread.
+def _ask_to_export(screen: Page, run: RunDirectory, charts: ChartExport, tell: Tell) -> None:
+    """Ask where to, and export in a thread: what it is follows from the name. ``E`` does this on
+    every screen that shows a run.
     """
     from so_tui.ui.dialogs import AskText, show_dialog
 
     app = screen.app
+    saved = _state(run).saved_step
+    choices = [
+        (f"{run.name}-model", "the model, a folder for from_pretrained"),
+        *charts.choices,
+        (f"{run.name}.csv", "every step"),
+        (f"{run.name}.parquet", "every step (with pyarrow)"),
+    ][saved is None :]
 
     def write(path: Path) -> None:
-        with reporting(app, subject, "exported", path):
-            app.call_from_thread(
-                app.notify, f"Wrote {path}: {export(path)}", markup=False, timeout=WROTE_S
-            )
+        with reporting(app, run.name, "exported", path):
+            said = _export(screen, run, charts, tell, path)
+            app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
 
     dialog = AskText(
-        f"Export {subject} to",
+        f"Export {run.name} to",
         "Up, down or a click choose what. Another name or path can be given; its ending says what "
         "is written.",
         Input(choices[0][0], compact=True),
         yes="Export",
-        read=read,
+        read=new_path,
         choices=choices,
     )
 
@@ -448,9 +479,7 @@ def ask_where_to_export(
     show_dialog(app, dialog, named)
 
 
-def _export(
-    screen: Page, run: RunDirectory, curves: Sequence[Named], tell: Tell, path: Path
-) -> str:
+def _export(screen: Page, run: RunDirectory, charts: ChartExport, tell: Tell, path: Path) -> str:
     """Export a run's metrics, its chart or its model, as the name says."""
     from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model
@@ -463,13 +492,13 @@ def _export(
     written = None
     show(f"exporting to {path.name} …")
     try:
-        if path.suffix in METRICS:
+        if charts.takes(path):
+            said = charts.write(path)
+        elif path.suffix in METRICS:
             count = export_metrics(
                 read_all(run), path, lambda rows: show(f"{path.name}: {thousands(rows)} rows")
             )
             said = plural(count, "row")
-        elif path.suffix == PICTURE:
-            said = write_picture(path, "loss", curves)
         else:
             writable(path, "folder")
             for event in export_model(run, path):
@@ -500,3 +529,11 @@ def act(app: SharedApp, name: str, run: RunDirectory) -> None:
         _ACTIONS[name](app, run)
     except InputError as error:
         app.post_message(failure(f"{run.name} cannot be read", error))
+
+
+def export(screen: Page, run: RunDirectory, charts: ChartExport, tell: Tell) -> None:
+    """Ask where to export a run or a chart, or say why the run cannot be read."""
+    try:
+        _ask_to_export(screen, run, charts, tell)
+    except InputError as error:
+        screen.app.post_message(failure(f"{run.name} cannot be read", error))

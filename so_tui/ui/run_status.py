@@ -137,7 +137,7 @@ STALE_S = 8.0
 """Seconds without news after which a live run is marked as stale: several beats of a supervisor
 that beats once a second.
 """
-AFTER_THE_END = "4 lists the run; there E exports the model, and C talks to it"
+AFTER_THE_END = "E exports the model, and C talks to it"
 
 
 def state_piece(name: str) -> tuple[str, str]:

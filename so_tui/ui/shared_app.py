@@ -226,7 +226,7 @@ class _Announcer:
     run's folder says.
     """
 
-    def __init__(self, app: SettingsApp) -> None:
+    def __init__(self, app: SharedApp) -> None:
         self._app = app
         self._known: dict[Path, set[tuple[int, str, float]]] | None = None
         self._live: dict[Path, bool] = {}
@@ -286,12 +286,13 @@ class _Announcer:
         kind, text = known(alert), alert_text(alert, row.run.name, row.state)
         if kind is None or kind not in settings.on:
             return
-        self._app.notify(
-            text.removeprefix("so-tui: "),
-            severity="information" if kind == "ended" else "warning",
-            timeout=15,
-            markup=False,
-        )
+        if kind != "ended" or not self._app.shows(row.run):
+            self._app.notify(
+                text.removeprefix("so-tui: "),
+                severity="information" if kind == "ended" else "warning",
+                timeout=15,
+                markup=False,
+            )
         self._alert_title = text
         self.write_to_terminal(
             ("\a" if settings.bell else "") + _notification(text, settings.notify, os.environ)
@@ -463,6 +464,10 @@ class SharedApp(SettingsApp):
         """Show ``run`` on the dashboard."""
         self.opened = run
         self.switch_mode("dashboard")
+
+    def shows(self, run: RunDirectory) -> bool:
+        """Return whether ``run`` is on the dashboard, and that on the screen."""
+        return self.current_mode == "dashboard" and self.opened == run
 
     def unsaved(self) -> dict[str, int]:
         """Return how many fields of each preset have unsaved edits."""

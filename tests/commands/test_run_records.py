@@ -93,7 +93,7 @@ def test_another_users_run_gets_no_notes(
 
 
 @pytest.mark.usefixtures("two")
-def test_runs_are_sorted_as_asked_or_as_set(call: Call) -> None:
+def test_runs_are_sorted_as_asked_not_as_on_the_screen(call: Call) -> None:
     def names(options: str = "") -> list[str]:
         return [run["name"] for run in json.loads(call(f"runs --json {options}").out)["runs"]]
 
@@ -101,7 +101,7 @@ def test_runs_are_sorted_as_asked_or_as_set(call: Call) -> None:
         assert build_parser().parse_args(["runs", "--sort", order]).sort == order
     assert (names(), names("--sort name")) == (["other", "one"], ["one", "other"])
     assert call("settings runs.sort=name").code == 0
-    assert names() == ["one", "other"]
+    assert names() == ["other", "one"]
     compared = json.loads(call("compare --json", *names("--sort loss")).out)["runs"]
     losses = [run["results"]["loss"] for run in compared]
     assert losses == sorted(losses)

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from textual.containers import Container
 from textual.geometry import Offset
+from textual.widgets import Input
 
 from so_tui.commands.follow import _Printer
 from so_tui.launch.launch import read_launch, write_launch
@@ -186,6 +187,49 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
         append_records(run, saved)
         change_state(run, state="finished", saved_step=60)
         await ui.until(lambda: "E exports the model" in ui.text())
+
+
+async def test_the_end_of_a_run_is_known_everywhere_at_once(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
+    run = write_run(runs_dir, steps=60, total=60)
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
+        ui.app.list_runs()
+        await ui.until(lambda: "● 1 run live" in ui.text())
+        ended = records.Alert(kind="ended", attempt=1, time=time.time(), step=60)
+        change_state(run, state="finished", step=60, alerts=(ended,))
+        await ui.state_shown("finished")
+        await ui.until(lambda: "no live runs" in ui.text())
+        assert ui.notes() == [], "it is on the screen"
+
+
+async def test_the_question_to_stop_knows_the_newest_step(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, total=99)
+    change_state(run, step=58)
+    async with opened(runs_dir, open_run=run, shows="60 / 99") as ui:
+        await ui.press("s")
+        await ui.until(lambda: "at step 60 of 99" in ui.text())
+
+
+async def test_e_exports_on_the_dashboard_what_it_exports_in_runs(
+    runs_dir: Path, tmp_path: Path
+) -> None:
+    run = write_run(runs_dir, steps=400, total=400, state="finished", name="one")
+    async with opened(runs_dir, open_run=run, shows="finished") as ui:
+        await ui.until(lambda: ui.find("#loss", Chart).lines and "C Chat" in ui.key_line)
+        offered = []
+        for screen in ("3", "4"):
+            await ui.press(screen)
+            await ui.until(lambda: "C Chat" in ui.key_line)
+            await ui.press("E")
+            await ui.until(lambda: ui.dialog_title == "Export one to")
+            offered.append(ui.find("Input", Input).value)
+            assert all(word in ui.text() for word in ("from_pretrained", "one.parquet", ".svg"))
+            await ui.answer(str(tmp_path / f"steps-{screen}.csv"))
+            await ui.until(lambda: (tmp_path / f"steps-{screen}.csv").exists())  # noqa: B023 - called at once
+        assert offered == ["one-model"] * 2
+    assert (tmp_path / "steps-3.csv").read_bytes() == (tmp_path / "steps-4.csv").read_bytes()
 
 
 async def test_the_log_is_followed_searched_and_followed_again(runs_dir: Path) -> None:

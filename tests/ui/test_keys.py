@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.color import Color
 from textual import events
 from textual.keys import _character_to_key as character_to_key
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Button, Input
+from textual.widgets import Button, Input, OptionList
 
 from so_tui import ui as package
 from so_tui.launch.helper_jobs import Progress
@@ -35,6 +36,7 @@ from so_tui.ui.dialogs import AskText, Notice, Question, SettingsDialog
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
 from so_tui.ui.text import Content
+from so_tui.ui.themes import THEMES
 from tests.support.make_run import write_run
 from tests.support.records import append_records
 from tests.support.screen import Driver, burst, opened, rows_of
@@ -319,3 +321,31 @@ async def test_letters_while_data_is_read_do_nothing_below(
         assert ui.app.is_running
         assert ui.app.current_mode == "presets"
         go_on.set()
+
+
+def luminance(colour: Color | None) -> float:
+    """Return the relative luminance of a colour, as WCAG defines it."""
+    assert colour is not None
+    parts = (part / 255 for part in colour.get_truecolor())
+    linear = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [theme.name for theme in THEMES])
+async def test_grey_text_is_legible_under_the_cursor(runs_dir: Path, theme: str) -> None:
+    write_run(runs_dir, steps=3, state="finished", name="one")
+    run = write_run(runs_dir, steps=3, name="two")
+    settings = Settings(screen=ScreenSettings(theme=theme))
+    async with opened(runs_dir, open_run=run, settings=settings) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 2)
+        await ui.press("v")
+        ticks = ui.find("#runs", OptionList)
+        await ui.until(lambda: ticks.has_focus and ticks.highlighted == 0)
+        segments = [part for part in ticks.render_line(0) if part.text.strip()]
+        assert len(segments) > 2
+        for text, style, _ in segments:
+            assert style is not None
+            light = sorted(map(luminance, (style.color, style.bgcolor)))
+            assert (light[1] + 0.05) / (light[0] + 0.05) >= 3, (text, style)

@@ -135,6 +135,18 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     assert axis.text(1240.4) == "1,240"
 
 
+@pytest.mark.parametrize("step", range(61))
+def test_labels_touch_neither_marks_nor_what_covers_the_end(step: int) -> None:
+    axis = Axis("step", 0.0, 60.0)
+    styles = dict.fromkeys(("axis", "label", "mark"), Style())
+    mark = drawing.Mark(float(step), 0.0, "◆", "mark")
+    cells = drawing.axis_row(axis, 50, [mark], styles, 15)
+    row = "".join(segment.text for segment in cells)
+    assert not re.search(r"\d◆|◆\d", row), row
+    assert "0" in row
+    assert not re.search(r"\d", row[34:]), row
+
+
 @pytest.mark.parametrize("lasted_s", [8, 610, 5400, 3_000_000])
 @pytest.mark.parametrize("width", [29, 110])
 def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:

@@ -7,24 +7,33 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from rich.text import Text
 from textual.widgets import DataTable
 
-from so_tui.runs import MetricsWriter, read_state
+from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import OLD_S, STALE_S
+from so_tui.runs.records import RunState
+from so_tui.runs.results import RunResults
 from so_tui.settings_file import load_settings
-from so_tui.ui.charts.chart import Chart
+from so_tui.spec import with_values
+from so_tui.ui.charts.chart import Chart, look_of
 from so_tui.ui.charts.series import write_picture
 from so_tui.ui.run_actions import _note_text, _parsed_note
+from so_tui.ui.run_rows import RunRow
+from so_tui.ui.runs.comparison import comparison
+from so_tui.ui.runs.table import RunTable
+from so_tui.ui.text import Content
+from tests.support.launching import tiny
 from tests.support.make_run import write_run
 from tests.support.records import append_records, change_state, step_record
 from tests.support.screen import SIZES, Driver, opened
@@ -42,7 +51,8 @@ async def listed(runs_dir: Path, offers: str = "") -> AsyncIterator[Driver]:
 
 def names(ui: Driver) -> list[str]:
     table: DataTable[Text] = ui.find("#table", DataTable)
-    return [Path(str(key.value)).name for key in table.rows]
+    keys = [str(key.value) for key in table.rows]
+    return [Path(key).name for key in keys if not key.startswith("group ")]
 
 
 def drawn_to(ui: Driver, step: int) -> bool:
@@ -65,7 +75,7 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
         await ui.press("escape", "down", "space")
         assert len(ui.find("#overlay", Chart).lines) == 2
         await ui.press("equals_sign")
-        await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +[│\n]", ui.text()))
+        await ui.until(lambda: re.search(r"data\.sequence_length( +256| +4096){2}", ui.text()))
         await ui.press("escape", "D")
         assert ui.screen is table.screen
         assert live.path.exists(), "the cursor is on the live run, which is never deleted"
@@ -179,8 +189,149 @@ async def test_runs_are_sorted_grouped_and_annotated(runs_dir: Path) -> None:
         await ui.answer("too short #paper")
         await ui.until(lambda: names(ui) == ["a", "c", "b"])
         assert read_notes(runs[1]) == RunNotes(note="too short", tags=("paper",))
-        assert "paper a" in ui.text()
+        lines = [" ".join(line.replace("│", "").split()) for line in ui.lines()]
+        heading = lines.index("paper 2 runs")
+        assert "failed a " in lines[heading + 1]
+        assert lines[heading + 3] == "no tag 1 run"
+        # The cursor passes over headings.
+        assert ui.screen.chosen_run == runs[1]  # type: ignore[attr-defined]
+        await ui.press("down", "down")
+        assert ui.screen.chosen_run == runs[2]  # type: ignore[attr-defined]
+        await ui.press("up", "up", "up", "up")
+        assert ui.screen.chosen_run == runs[1]  # type: ignore[attr-defined]
         await ui.until(lambda: "too short" in ui.shown("#facts"))
+
+
+def compared(
+    made: Sequence[tuple[str, RunResults, dict[str, str]]], sort: str = "started", width: int = 120
+) -> Content:
+    """Return the comparison of runs by name, with results and settings."""
+    spec = tiny()
+    rows, results = [], {}
+    for name, found, values in made:
+        run = RunDirectory(Path("/runs") / name)
+        state = RunState(name=name, state="finished")
+        rows.append(RunRow(run, with_values(spec, values), state))
+        results[run] = found
+    looks = {row.run: look_of(at, coloured=True) for at, row in enumerate(rows)}
+    return comparison(rows, results, looks, sort)[1](width)
+
+
+def styles_of(content: Content, text: str) -> list[str]:
+    """Return the styles of the spans that are exactly a text."""
+    plain = content.plain
+    return [
+        str(span.style) for span in content.spans if plain[span.start : span.end].strip() == text
+    ]
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_compared_runs_are_ranked_and_the_best_marked(width: int) -> None:
+    slow = RunResults(loss=1.25, tokens_per_s=900.0, step_s=2.0)
+    fast = RunResults(loss=1.5, tokens_per_s=1400.0, step_s=1.0)
+    runs = [("fast", fast, {}), ("none", RunResults(), {}), ("slow", slow, {})]
+    shown = compared(runs, width=width)
+    first, second, third = shown.plain.splitlines()[1:4]
+    assert [line.split()[2] for line in (first, second, third)] == ["slow", "fast", "none"]
+    assert first.rstrip().endswith(("1.2500", "900", "2.00 s"))
+    ends = {line.index(loss) + len(loss) for line, loss in ((first, "1.2500"), (second, "1.5000"))}
+    assert ends == {shown.plain.index("mean loss") + len("mean loss")}
+    assert styles_of(shown, "1.2500") == ["bold $success"]
+    assert styles_of(shown, "1.5000") in ([], [""])
+    assert all(len(line) <= width for line in shown.plain.splitlines())
+    by_speed = compared(runs, sort="tokens/s").plain.splitlines()[1:4]
+    assert [line.split()[2] for line in by_speed] == ["fast", "slow", "none"]
+    assert f"${look_of(0, coloured=True).role}" in [str(span.style) for span in shown.spans]
+
+
+def test_a_comparison_says_what_differs() -> None:
+    one, two = RunResults(loss=1.0), RunResults(loss=2.0)
+    shown = compared([("a", one, {"train.steps": "7"}), ("b", two, {"train.steps": "9"})])
+    assert re.search(r"^train\.steps +7 +9$", shown.plain, re.MULTILINE)
+    assert styles_of(shown, "9") == ["bold $warning"]
+    assert "do not compare" not in shown.plain
+    other = compared([("a", one, {}), ("b", two, {"data.source": "/data/x.json"})])
+    assert "data.source differs: losses on different data do not compare" in other.plain
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("paper", "a"),
+        ("#pap", "a"),
+        ("tag:paper", "a"),
+        ("#good", "b"),
+        ("#aper", ""),
+        ("too short", "a"),
+        ("alpaca.json", "b"),
+        ("quad-gh200", "a b"),
+        ("train.learning_rate=1e-5", "a"),
+        ("learning_rate=0.00001", "a"),
+        ("ratio=0.15", "a b"),
+        ("io=0.15", ""),
+        ("nothing=1", ""),
+        ("#paper ratio=0.9", ""),
+        ("MODE=Super", "a b"),
+    ],
+)
+async def test_the_filter_finds(runs_dir: Path, typed: str, found: str) -> None:
+    a = write_run(runs_dir, steps=10, state="failed", name="a")
+    b = write_run(runs_dir, steps=10, state="failed", name="b")
+    for run, values in (
+        (a, {"train.learning_rate": "1e-5"}),
+        (b, {"train.learning_rate": "2e-5", "data.source": "/data/alpaca.json"}),
+    ):
+        run.spec_path.write_bytes(msgspec.json.encode(with_values(read_spec(run), values)))
+    write_notes(a, RunNotes(note="too short", tags=("paper",)))
+    write_notes(b, RunNotes(tags=("good",)))
+    async with listed(runs_dir) as ui:
+        await ui.until(lambda: len(names(ui)) == 2)
+        await ui.press("slash")
+        await ui.type_text(typed)
+        await ui.until(lambda: sorted(names(ui)) == found.split())
+        if not found:
+            assert f"no match for {typed}" in ui.text()
+            assert "esc clears" in ui.shown("#facts")
+
+
+async def test_a_second_click_on_a_heading_reverses(runs_dir: Path) -> None:
+    for n, name in enumerate("cab", 1):
+        write_run(runs_dir, steps=20 * n, total=99, state="failed", name=name)
+    write_run(runs_dir, steps=0, state="failed", name="none")
+    async with listed(runs_dir) as ui:
+        table = ui.find("#table", RunTable)
+        await ui.until(lambda: table.row_count == 4)
+        await ui.until(lambda: ui.text().count("▁") >= 3)
+
+        async def click(name: str, expected: list[str]) -> None:
+            at = table.render_line(0).text.index(name) + table.gutter.left
+            await ui.pilot.click(table, offset=(at, table.gutter.top))
+            await ui.until(lambda: names(ui) == expected)
+
+        await click("step", ["b", "a", "c", "none"])
+        await click("step", ["none", "c", "a", "b"])
+        known = ui.screen._curves  # type: ignore[attr-defined]
+        losses = {run.name: curve.results.loss for run, curve in known.items()}
+        lowest_first = sorted("abc", key=lambda name: losses[name])
+        await click("mean loss", [*lowest_first, "none"])
+        await click("mean loss", [*reversed(lowest_first), "none"])
+        assert ui.notes() == []
+        assert "sorted by loss" in ui.text()
+
+
+async def test_the_question_before_deletion_says_what_it_frees(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, state="failed", name="big")
+    (run.path / "weights").write_bytes(b"x" * 3_000_000)
+    async with listed(runs_dir, "D Delete") as ui:
+        await ui.press("D")
+        await ui.until(lambda: re.search(r"3\.\d+ MB will be freed", ui.text()))
+
+
+async def test_details_name_the_data_and_results(runs_dir: Path) -> None:
+    write_run(runs_dir, steps=30, state="finished", name="one", preset="tiny")
+    async with listed(runs_dir) as ui:
+        await ui.until(lambda: "tokens/s" in ui.shown("#facts"))
+        assert "on builtin:" in ui.shown("#facts")
 
 
 async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:

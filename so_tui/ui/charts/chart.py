@@ -498,7 +498,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
-        lower = axis_row(axis, width, marks, styles)
+        page = len(self.turns) + 2 if self.turns and self.inset else 0
+        lower = axis_row(axis, width, marks, styles, page)
         self._body_rows = [*rows, frame.lower([*corner, *lower], self.turns)]
         return self._body_rows
 

@@ -393,9 +393,10 @@ def plot_rows(
 
 
 def axis_row(
-    axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]
+    axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style], covered: int = 0
 ) -> list[Segment]:
-    """Return the x axis: a thin rule with round values and marks.
+    """Return the x axis: a thin rule with round values and marks. Something else stands over the
+    last ``covered`` cells.
 
     Labels keep off the marks, unless many marks leave no room for two: then those that labels cover
     are not drawn.
@@ -406,11 +407,12 @@ def axis_row(
         for mark in marks
         if axis.low <= (x := mark.at(axis)) <= axis.high
     }
-    labels = _labels(axis, width, marked.keys())
+    end = range(width - covered, width)
+    labels = _labels(axis, width, {*marked, *end})
     if len(labels) < 2 and len(marked) > width // 8:
-        labels = _labels(axis, width, ())
-        covered = {column for start, label in labels for column in range(start, start + len(label))}
-        marked = {column: mark for column, mark in marked.items() if column not in covered}
+        labels = _labels(axis, width, end)
+        named = {column for start, label in labels for column in range(start, start + len(label))}
+        marked = {column: mark for column, mark in marked.items() if column not in named}
     for start, label in labels:
         cells[start : start + len(label)] = [(character, "label") for character in label]
     for column, mark in marked.items():
@@ -456,7 +458,7 @@ def _placed(
         # With every part of a time: neighbours deep in a long run differ in the last.
         label = axis.text(value, parts=4)
         start = min(max(0, _column(axis, value, width) - len(label) // 2), width - len(label) - 1)
-        if start < free or any(start <= column < start + len(label) for column in taken):
+        if start < free or any(start - 1 <= column <= start + len(label) for column in taken):
             continue
         if start > 0:
             label = f" {label} "

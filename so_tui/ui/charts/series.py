@@ -437,11 +437,15 @@ class View:
 _MOST_POINTS = 4000
 
 
-def write_picture(path: Path, title: str, lines: Sequence[Named], per: float = 1.0) -> str:
+def write_picture(
+    path: Path, title: str, lines: Sequence[Named], per: float = 1.0, *, log: bool = False
+) -> str:
     """Write lines over their steps to a new file, and return their number in words. Values are
-    divided by ``per``; infinite ones and NaNs leave gaps. Raises OSError.
+    divided by ``per``; infinite ones and NaNs leave gaps. ``log``: the y axis is logarithmic.
+    Raises OSError.
     """
-    picture = curves(title, [(name, _points(line, per)) for line, name in lines])
+    drawn = [(name, _points(line, per)) for line, name in lines]
+    picture = curves(title, drawn, log=log, axes=("step", title))
     with path.open("x", encoding="utf-8") as file:
         file.write(picture)
     return plural(len(lines), "line")

@@ -20,7 +20,6 @@ from textual.widgets import Button, Input, Static
 from so_tui.runs import RunDirectory
 from so_tui.runs.export import export_metrics, export_rows
 from so_tui.runs.results import Answers, read_all, read_answers
-from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
     METRICS,
@@ -32,7 +31,7 @@ from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CLOSE, Dialog, TickDialog, TickList, button, dialog
-from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
+from so_tui.ui.run_actions import PICTURE, ChartExport
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
@@ -40,7 +39,7 @@ from so_tui.ui.widgets import keys
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
-    from so_tui.ui.page import Page
+    pass
 
 
 # What the model answered to the prompts of the spec, step by step.
@@ -250,7 +249,8 @@ def _drawn(chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]) -> li
     for line, name in own:
         if line.steps is None:
             line = replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
-        found.append((line, metric.title if name in _UNNAMED else name))
+        run = snapshot.run.name
+        found.append((line, run if name in _UNNAMED else f"{run} {name}" if others else name))
     return [*found, *others]
 
 
@@ -279,36 +279,27 @@ def _sampled_rows(metric: Metric, sampled: SampledLines) -> list[tuple[float | s
     return rows
 
 
-def ask_to_export_chart(
-    screen: Page, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
-) -> None:
-    """Ask for a name, and export: its ending says what."""
+def chart_export(chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]) -> ChartExport:
+    """Return how a chart is written: as a picture, or as the table of its values."""
     metric, curves = chart.metric, _drawn(chart, snapshot, overlays)
 
-    def read(text: str) -> Path:
-        path = new_path(text)
-        if path.suffix not in (PICTURE, TABLE):
-            remedy = f"Give a name that ends in {PICTURE} or {TABLE}."
-            raise reject("unknown-format", "file", text, "says not what to write", remedy)
-        return path
-
-    def export(path: Path) -> str:
+    def write(path: Path) -> str:
         if path.suffix == TABLE:
             return plural(_write_table(snapshot, metric, path), "row")
         per, unit = metric.shown_in
         title = f"{metric.title}, {unit}" if unit else metric.title
-        return write_picture(path, title, curves, per)
+        return write_picture(path, title, curves, per, log=chart.log_scale)
 
     stem = f"{snapshot.run.name}-{metric.key}"
-    ask_where_to_export(
-        screen,
-        metric.title,
-        [
-            (f"{stem}{PICTURE}", "the chart, of the whole run"),
+    return ChartExport(
+        choices=[
+            (f"{stem}{PICTURE}", f"the chart of {metric.title}, of the whole run"),
             (f"{stem}{TABLE}", "its values"),
         ],
-        read,
-        export,
+        takes=lambda path: (
+            path.suffix == PICTURE or (path.suffix == TABLE and path.stem.endswith(metric.key))
+        ),
+        write=write,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 from textual import events, getters, on, work
@@ -165,7 +166,7 @@ class DashboardScreen(ResizablePage):
 
     def _take_newest(self) -> None:
         if self.run_shown is None and self.app.runs and self.app.checking is None:
-            self.follow(self.app.runs[0].run)
+            self.app.opened = self.app.runs[0].run
 
     # Following.
 
@@ -230,6 +231,8 @@ class DashboardScreen(ResizablePage):
                     snapshot.deleted,
                 ):
                     self.refresh_bindings()
+                    if before is not None:
+                        self.app.list_runs()  # whose number of live runs is on the screen
                 if (
                     snapshot.unread_share or any(overlaid.more for overlaid in overlays)
                 ) and self.is_current:
@@ -424,10 +427,16 @@ class DashboardScreen(ResizablePage):
         show_dialog(self.app, ChooseMetrics(listed), chosen)
 
     def action_export(self) -> None:
-        if self.snapshot is not None and (chart := self.charts.focused) is not None:
-            from so_tui.ui.dashboard.dialogs import ask_to_export_chart
+        snapshot, chart = self.snapshot, self.charts.focused
+        if snapshot is not None and chart is not None:
+            from so_tui.ui.dashboard.dialogs import chart_export
 
-            ask_to_export_chart(self, chart, self.snapshot, self.overlays)
+            charts = chart_export(chart, snapshot, self.overlays)
+            run_actions.export(self, snapshot.run, charts, self._exporting)
+
+    def _exporting(self, _: RunDirectory, progress: str, __: Path | None) -> None:
+        if progress:
+            self.app.notify(progress, markup=False)
 
     def action_overlay(self) -> None:
         def chosen(runs: tuple[RunDirectory, ...]) -> None:
@@ -530,12 +539,14 @@ class DashboardScreen(ResizablePage):
             return action in ("leave_field", "copy_text")
         if action == "to_run":
             action = str(parameters[0])
-        if action in ("stop", "checkpoint", "resume"):
+        if action in ("stop", "checkpoint", "resume", "chat"):
             snapshot = self.snapshot
             if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
             if action == "resume":
                 return snapshot.state.state in run_actions.RESUMABLE
+            if action == "chat":
+                return bool(snapshot.events.checkpoints) and not snapshot.live
             return snapshot.live and not (snapshot.checking and action == "checkpoint")
         if action == "maximise":
             return parameters == (self.maximized is None,)

@@ -1,25 +1,22 @@
-"""Details of a run, and runs side by side. Pure functions."""
+"""What the list of runs shows of the chosen run, or of the marked ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len
 from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Container, Vertical
 from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.results import RESULTS, RunResults, differing, mean_name, result_text
+from so_tui.runs.results import RESULTS, RunResults, mean_name, result_text
 from so_tui.trust.text import brief_message
 from so_tui.ui.charts.chart import Chart, Look, Metric, look_of
 from so_tui.ui.charts.series import Axis
-from so_tui.ui.form import values_of
 from so_tui.ui.lines import Pieces
 from so_tui.ui.run_rows import Curves, LossCurve, RunRow
 from so_tui.ui.run_status import state_piece
@@ -34,9 +31,8 @@ from so_tui.ui.text import (
 from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import plural, thousands
 
-NARROWEST = 12
-"""Cells of a column of a run's settings."""
-MOST_FOLDS = 3
+RESULT = 14
+"""Cells of a result where two stand beside each other."""
 
 
 def _facts(
@@ -56,6 +52,7 @@ def _facts(
         ("next: ", brief_message(state.suggestion)),
         ("", brief_message(state.detail) if row.live else ""),
         ("trains ", f"{spec.model.id} with {spec.offload.mode}" if spec is not None else ""),
+        ("on ", _data_text(row.sources, width - 3)),
         ("saved ", f"{checkpoint}, {plural(state.attempt, 'attempt')}"),
     )
     lines += [[(name, "$faint"), text] for name, text in named if text]
@@ -68,10 +65,19 @@ def _facts(
         lines.append(_place("exported", exported, width))
     texts = {name: result_text(results or RunResults(), key) for key, name in RESULTS.items()}
     measured: list[Pieces] = [
-        [(f"{name:<16}", "$faint"), text] for name, text in texts.items() if text
+        [(f"{name:<16}", "$faint"), f"{text:<{RESULT}}"] for name, text in texts.items() if text
     ]
-    lines += [[""], *measured] if measured else []
+    rows = -(-len(measured) // (2 if width >= 2 * (16 + RESULT) else 1))
+    lines += [[]] * bool(measured)
+    lines += [[piece for each in measured[at::rows] for piece in each] for at in range(rows)]
     return in_rows(Content.assemble(*line) for line in lines)
+
+
+def _data_text(sources: Sequence[str], width: int) -> str:
+    """Return what a run trains on: its source, or those of a mixture."""
+    if len(sources) == 1:
+        return shorten_path(sources[0], width)
+    return shorten(", ".join(source.rpartition("/")[2] for source in sources), width)
 
 
 def _place(name: str, path: Path, width: int) -> Pieces:
@@ -82,57 +88,6 @@ def _place(name: str, path: Path, width: int) -> Pieces:
     room = width - (2 if below else len(name) + 1)
     before = f"{name}\n  " if below else f"{name} "
     return [(before, "$faint"), shorten_path(str(path), max(18, room))]
-
-
-def comparison(
-    rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
-) -> tuple[str, Callable[[int], Content]]:
-    """Return how runs whose settings are known differ: in one line, and as a table of a width."""
-    settings = [values_of(row.spec) for row in rows if row.spec is not None]
-    unlike = differing(settings)
-    count = len(unlike)
-    differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
-    title = f"{plural(len(rows), 'run')}: {differ if count else 'no setting differs'}"
-    found = [results.get(row.run, RunResults()) for row in rows]
-    return title, partial(_table, [row.run.name for row in rows], settings, unlike, found)
-
-
-def _table(
-    names: Sequence[str],
-    settings: Sequence[Mapping[str, str]],
-    unlike: Sequence[str],
-    found: Sequence[RunResults],
-    width: int,
-) -> Content:
-    """Return results and the settings that are unlike with a column for each run, as many in a
-    row as fit into ``width`` cells, and then the settings that all runs share.
-    """
-    same = sorted(settings[0].keys() - set(unlike))
-    results = [(name, [result_text(one, key) for one in found], 1) for key, name in RESULTS.items()]
-    rows = [row for row in results if any(row[1])]
-    rows += [(path, [values.get(path, "") for values in settings], MOST_FOLDS) for path in unlike]
-    longest = max(map(len, (*(name for name, _, _ in rows), *same)), default=0)
-    label = min(longest, max(NARROWEST, width - 2 * NARROWEST - 4))
-    beside = max(1, min(len(names), (width - label) // (NARROWEST + 2)))
-    column = max(NARROWEST, (width - label) // beside - 2)
-    lines: list[str] = []
-    for start in range(0, len(names), beside):
-        for name, texts, most in [("", distinct(names, column), 1), *rows]:
-            lines += _rows(name, texts[start : start + beside], label, column, most)
-        lines.append("")
-    lines.append("the same in all:")
-    column = max(NARROWEST, width - label - 2)
-    for path in same:
-        lines += _rows(path, [settings[0][path]], label, column, 1)
-    return in_rows(lines)
-
-
-def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
-    """Yield the lines of a row: its name, and a column for each text, in at most ``most`` lines."""
-    texts_in_lines = (chop_cells(shorten(text, column * most), column) for text in texts)
-    for first, *cells in zip_longest([shorten_path(name, label)], *texts_in_lines, fillvalue=""):
-        fitted = (set_cell_size(cell, column) for cell in cells)
-        yield "  ".join((set_cell_size(first, label), *fitted)).rstrip()
 
 
 # What the list of runs shows of the chosen run, or of the marked ones: their losses over each
@@ -188,9 +143,6 @@ class RunPreview(Vertical):
             yield Chart(LOSS, boxed=False)
             yield Static(id="facts")
 
-    def on_mount(self) -> None:
-        self.overlay.waiting = "no step yet"
-
     def set_size(self, columns: int | None, rows: int | None) -> None:
         """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and
         facts where they are given.
@@ -199,6 +151,13 @@ class RunPreview(Vertical):
         self.styles.width = columns or "100%"
         frame = BOTTOM if framed(self) else 0
         self.body.styles.height = "1fr" if columns else rows and rows + frame
+
+    def show_nothing(self, why: str) -> None:
+        """Show why there is no run."""
+        self.heading.update("")
+        self.overlay.waiting = ""
+        self.overlay.show([], None)
+        self.facts.update(why)
 
     def show(
         self,
@@ -214,6 +173,7 @@ class RunPreview(Vertical):
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
         own = curves.get(row.run)
+        self.overlay.waiting = "no step yet"
         if marked:
             looks = drawn_looks(marked, curves, coloured=not self.app.no_color)
             room = self.overlay.heading_room // max(1, len(looks)) - VALUE
@@ -237,6 +197,6 @@ class RunPreview(Vertical):
             notes=_means_note(shown) if marked else (),
             progress=reading_text(max((curve.unread_share for curve in shown), default=0.0)),
         )
-        results = own.results if own is not None and self._columns else None
+        results = own.results if own is not None else None
         width = (self._columns or self.app.size.width * 2 // 5 - 1) - 4
         self.facts.update(_facts(row, width, results, exported))

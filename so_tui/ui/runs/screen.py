@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +15,16 @@ from textual.worker import get_current_worker
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.charts.chart import Look
+from so_tui.ui.charts.series import write_picture
 from so_tui.ui.messages import is_working
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
-from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
+from so_tui.ui.runs.comparison import comparison
+from so_tui.ui.runs.preview import RunPreview, drawn_looks
 from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets import Divider, FindField, keys
-from so_tui.units import thousands
+from so_tui.units import plural, thousands
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and its "
@@ -64,7 +66,7 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def body(self) -> Iterable[Widget]:
         yield Static(Content.from_markup(EMPTY), id="empty")
-        yield FindField("show runs whose name, model, state, note or tags contain …", id="filter")
+        yield FindField("words, #tag, ratio=0.9, learning_rate=1e-5", id="filter")
         with Container(id="parts"):
             with RunTable(id="table", cursor_type="row", classes="panel") as table:
                 table.border_title = "runs"
@@ -111,7 +113,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         if not self.is_current:
             return
         self.filtered()
-        curves, shown = self._curves, self.table.shown
+        curves, shown = self._curves, filter(None, self.table.shown)
         rows = [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
         if rows and not is_working(self, "curve"):
             self._read_curves(rows)
@@ -142,9 +144,16 @@ class RunsScreen(FiltersTable, ResizablePage):
         """Redraw the table and keep the cursor on its run."""
         wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
-        rows = [row for row in ordered(runs, self._curves, order) if wanted in row.searched]
+        rows = [row for row in ordered(runs, self._curves, order) if row.matches(wanted)]
         unread = self.app.unread_runs
-        self.table.border_title = f"runs, {thousands(unread)} more to be read" if unread else "runs"
+        said = [f"{thousands(unread)} more to be read"] if unread else []
+        said += [f"sorted by {order.sort}"] if order.sort != "started" else []
+        said += [f"grouped by {order.group}"] if order.group != "none" else []
+        if wanted:
+            said.append(
+                f"{plural(len(rows), 'run') if rows else 'no match'} for {shorten(wanted, 30)}"
+            )
+        self.table.border_title = Content(", ".join(("runs", *said)))
         listed = {row.run for row in runs}
         self._marked = [run for run in self._marked if run in listed]
         self.query_one("#empty").display = not runs
@@ -161,7 +170,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         self.refresh_bindings()
         if row is None:
-            self.preview.facts.update("no match; esc clears the filter" if self.app.runs else "")
+            self.preview.show_nothing("no match; esc clears the filter" if self.app.runs else "")
         else:
             self.preview.show(
                 row, self._marked, self._curves, self._progress, self._exported.get(row.run)
@@ -178,6 +187,8 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         if parameters == ("resume",):
             return row is not None and row.state.state in run_actions.RESUMABLE
+        if parameters == ("chat",):
+            return row is not None and row.state.saved_step is not None
         if parameters in (("stop",), ("delete",)):
             return row is not None and row.live == (parameters == ("stop",))
         return True
@@ -208,17 +219,25 @@ class RunsScreen(FiltersTable, ResizablePage):
             )
         else:
             results = {run: curve.results for run, curve in self._curves.items()}
-            title, table = comparison(rows, results)
+            looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
+            title, table = comparison(rows, results, looks, self.app.settings.runs.sort)
             self.app.push_screen(Notice(title, [table], bad=False))
 
     def action_export(self) -> None:
-        if (row := self.table.chosen()) is not None:
-            curves = [
-                (self._curves[other].line, other.name)
-                for other in self._marked or [row.run]
-                if other in self._curves
-            ]
-            run_actions.ask_to_export(self, row, curves, self._exporting)
+        if (row := self.table.chosen()) is None:
+            return
+        curves = [
+            (self._curves[other].line, other.name)
+            for other in self._marked or [row.run]
+            if other in self._curves
+        ]
+        log, picture = self.preview.overlay.log_scale, run_actions.PICTURE
+        charts = run_actions.ChartExport(
+            choices=[(f"{row.run.name}{picture}", "the chart as shown")],
+            takes=lambda path: path.suffix == picture,
+            write=lambda path: write_picture(path, "loss", curves, log=log),
+        )
+        run_actions.export(self, row.run, charts, self._exporting)
 
     def _exporting(self, run: RunDirectory, progress: str, written: Path | None) -> None:
         self._progress = progress
@@ -230,18 +249,22 @@ class RunsScreen(FiltersTable, ResizablePage):
         """Sort or group by what comes next."""
         choices = ORDERS[setting]
         present = choices.index(getattr(self.app.settings.runs, setting))
-        self._keep_order(setting, choices[(present + 1) % len(choices)])
+        self._keep({"reverse": False, setting: choices[(present + 1) % len(choices)]})
 
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by the column whose heading was clicked, if that is an order of runs."""
+        """Sort by the column whose heading was clicked, if that is an order of runs; a second click
+        reverses.
+        """
         column = self.table.columns_shown[event.column_index]
+        before = self.app.settings.runs
         for order in [order for order, by in SORTED_COLUMNS.items() if by == column]:
-            self._keep_order("sort", order)
+            again = order == before.sort and not before.reverse
+            self._keep({"sort": order, "reverse": again})
 
-    def _keep_order(self, setting: str, value: str) -> None:
-        self.app.keep({f"runs.{setting}": value})
-        self.notify(f"{'Sorted' if setting == 'sort' else 'Grouped'} by {value}", timeout=2)
+    def _keep(self, order: Mapping[str, object]) -> None:
+        """Show and remember another order; the title of the table says which."""
+        self.app.keep({f"runs.{name}": value for name, value in order.items()})
         self.filtered()
 
     def action_scale(self, _: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from rich.cells import cell_len
 from rich.text import Text
+from textual.coordinate import Coordinate
 
 from so_tui.runs import results as comparison
 from so_tui.runs.results import RunResults, result_text
@@ -18,7 +20,7 @@ from so_tui.ui.run_status import SIGNS
 from so_tui.ui.text import shorten
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import keys
-from so_tui.units import age, thousands
+from so_tui.units import age, plural, thousands
 
 if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
@@ -102,37 +104,36 @@ def _cells_of(
     }
 
 
-def _heading(column: str, sorted_column: str) -> str:
+def _heading(column: str, order: RunListSettings) -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the
     highest comes first.
     """
-    if not column or column != sorted_column:
+    if not column or column != SORTED_COLUMNS[order.sort]:
         return column
-    return f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
+    return f"{column} {'▾' if (column in HIGHEST_FIRST) != order.reverse else '▴'}"
 
 
 def _fitted(
-    rows: Sequence[Cells], room: int, padding: int, kept: str
-) -> tuple[list[str], Sequence[Cells]]:
+    rows: list[Cells], room: int, padding: int, order: RunListSettings
+) -> tuple[list[str], list[Cells]]:
     """Return the columns that ``_with_room`` finds, and the rows: a curve that has no room whole
     has every other of its bars.
     """
-    columns = _with_room(rows, room, padding, kept)
+    columns = _with_room(rows, room, padding, order)
     if CURVE not in columns:
         rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
-        columns = _with_room(rows, room, padding, kept)
+        columns = _with_room(rows, room, padding, order)
     return columns, rows
 
 
-def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str) -> list[str]:
+def _with_room(rows: Sequence[Cells], room: int, padding: int, order: RunListSettings) -> list[str]:
     """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
-    cut number is another number.
-
-    ``kept``, which they are sorted by, is dropped last.
+    cut number is another number. The one that they are sorted by is dropped last.
     """
+    kept = SORTED_COLUMNS[order.sort]
     texts = {name: [row[name].plain for row in rows] for name in COLUMNS}
     widths = {
-        name: max(map(cell_len, (_heading(name, kept), *found))) + 2 * padding
+        name: max(map(cell_len, (_heading(name, order), *found))) + 2 * padding
         for name, found in texts.items()
         if name not in MEASURED or any(found)
     }
@@ -160,6 +161,14 @@ def ordered(rows: Iterable[RunRow], curves: Curves, settings: RunListSettings) -
         return curves[row.run].results if row.run in curves else None
 
     found = comparison.ordered(rows, settings.sort, _text_of, lambda row: row.state.step, results)
+    if settings.reverse:
+        key = comparison.result_of_order(settings.sort)
+        measured = [
+            key is None or getattr(results(row) or RunResults(), key) is not None for row in found
+        ]
+        # Runs without the figure come last in either direction, as they do already.
+        known = sum(measured)
+        found = [*reversed(found[:known]), *found[known:]]
     if settings.group != "none":
         first: dict[str, int] = {}
         for index, row in enumerate(found):
@@ -182,6 +191,15 @@ def _text_of(row: RunRow, key: str) -> str:
     return texts.get(key, "")
 
 
+def _group_heading(group: str, name: str, count: int, colours: Mapping[str, str]) -> Cells:
+    """Return the cells of the row above a group."""
+    heading = Text.assemble(
+        (shorten(name or f"no {group}", 20), f"bold {colours['accent']}"),
+        (f"  {plural(count, 'run')}", colours["faint"]),
+    )
+    return dict.fromkeys(COLUMNS, Text()) | {"name": heading}
+
+
 # The table of Runs: a row a run, with the columns that have room.
 
 
@@ -190,13 +208,22 @@ class RunTable(FittedTable):
 
     BINDINGS = keys("table-of-runs")
 
-    shown: tuple[RunRow, ...] = ()
-    """The runs, from above."""
+    shown: tuple[RunRow | None, ...] = ()
+    """The runs, from above; None where a group begins."""
     columns_shown: tuple[str, ...] = ()
 
     def chosen(self) -> RunRow | None:
         """Return the run under the cursor; None in an empty table."""
         return self.shown[self.cursor_row] if 0 <= self.cursor_row < len(self.shown) else None
+
+    def validate_cursor_coordinate(self, value: Coordinate) -> Coordinate:
+        """Keep the cursor off the headings of groups: it goes on the way that it went."""
+        value = super().validate_cursor_coordinate(value)
+        step = 1 if value.row >= self.cursor_row or value.row == 0 else -1
+        row = value.row
+        while 0 <= row < len(self.shown) and self.shown[row] is None:
+            row += step
+        return Coordinate(min(row, len(self.shown) - 1) if self.shown else value.row, value.column)
 
     def show(
         self,
@@ -217,21 +244,25 @@ class RunTable(FittedTable):
         """
         chosen = self.chosen()
         colours = self.app.theme_variables
-        cells = [_cells_of(row, curves.get(row.run), colours, marks.get(row.run)) for row in runs]
-        before = ""
-        for row, own in zip(runs, cells, strict=True):
-            if order.group != "none" and (name := _text_of(row, order.group)) != before:
-                before = name
-                own["name"] = Text.assemble(
-                    (f"{shorten(name, 20)} ", colours["accent"]), own["name"]
-                )
-        by = SORTED_COLUMNS[order.sort]
-        columns, shown = _fitted(cells, room, self.cell_padding, by)
-        self.shown, self.columns_shown = tuple(runs), tuple(columns)
+        counts = Counter(_text_of(row, order.group) for row in runs)
+        shown: list[RunRow | None] = []
+        cells: list[Cells] = []
+        group: str | None = None
+        for row in runs:
+            if order.group != "none" and (name := _text_of(row, order.group)) != group:
+                group = name
+                shown.append(None)
+                cells.append(_group_heading(order.group, name, counts[name], colours))
+            shown.append(row)
+            cells.append(_cells_of(row, curves.get(row.run), colours, marks.get(row.run)))
+        columns, cells = _fitted(cells, room, self.cell_padding, order)
         rows = [
-            (str(row.run.path), [own[name] for name in columns])
-            for row, own in zip(runs, shown, strict=True)
+            (str(row.run.path) if row else f"group {number}", [own[name] for name in columns])
+            for number, (row, own) in enumerate(zip(shown, cells, strict=True))
         ]
-        self.fill([_heading(name, by).strip() for name in columns], rows)
+        self.columns_shown = tuple(columns)
+        self.shown = ()  # while the rows are exchanged, the cursor may stand anywhere
+        self.fill([_heading(name, order).strip() for name in columns], rows)
+        self.shown = tuple(shown)
         key = str(chosen.run.path) if chosen is not None else ""
         self.move_cursor(row=self.get_row_index(key) if key in self.rows else 0)
