@@ -225,7 +225,7 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     warnings.
     """
     parts: list[RenderableType] = [_headline(plan), Text(), _gist(plan), Text()]
-    told = {*plan.remedies, _need(plan)}
+    told = [*plan.remedies, _need(plan)]  # some are not hashable
     parts += [_bullet("·", "cyan", why.message) for why in plan.reasons if why not in told]
     parts += [_bullet("!", "yellow", fact.message) for fact in other_cautions(plan)]
     # Several ranks may share a node: only where each has its own is a rank's memory compared with

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+
 from msgspec.structs import replace
+from rich.console import Console
 
 from so_tui.machine.known import named_machine
 from so_tui.plan.gist import Limit, faster_than, limit_of, other_cautions, spare_bytes
 from so_tui.plan.notes import FasterAttention, LargerSteps, MemoryNeeded, Note, StepsEarly
 from so_tui.plan.plan import StepTime
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.spec import find_preset
+from so_tui.plan.show import render_plan
+from so_tui.spec import find_preset, with_values
 from tests.support.planning import only
 
 GH200 = named_machine("gh200-480")
@@ -53,3 +57,14 @@ def test_second_states_are_a_part_of_what_the_host_needs() -> None:
     assert spare_bytes(PLAN, 1) == 0
     only(PLAN.reasons, MemoryNeeded)
     assert spare_bytes(make_plan(find_preset("tiny").spec, GH200), 0) == 0
+
+
+def test_a_plan_with_what_a_person_set_is_shown_whole() -> None:
+    set_by_hand = with_values(find_preset("llama-3.1-8b").spec, {"offload.mode": "superoffload"})
+    machine = named_machine("h200-8")
+    plan = recommend(set_by_hand, machine)
+    output = io.StringIO()
+    Console(file=output, width=400).print(render_plan(plan, machine))
+    text = output.getvalue()
+    missing = [reason for reason in plan.reason_texts if reason not in text]
+    assert missing == []
