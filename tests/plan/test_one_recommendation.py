@@ -10,9 +10,15 @@ import pytest
 from so_tui.launch.launch import prepare, preview
 from so_tui.machine.known import MACHINES, named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan.notes import CompactStatesOption, FasterOffload, FasterWithout, NextBest
+from so_tui.plan.notes import (
+    CompactStatesOption,
+    FasterOffload,
+    FasterWithout,
+    NextBest,
+    SettingsReplaced,
+)
 from so_tui.plan.plan import Plan, PlanRow
-from so_tui.plan.planner import plan_table, recommend
+from so_tui.plan.planner import plan_table, recommend, replan
 from so_tui.plan.rates import about_as_fast
 from so_tui.plan.resources import rank_counts
 from so_tui.spec import RunSpec, with_values
@@ -63,6 +69,34 @@ def assert_nothing_faster_is_named(plan: Plan, fixed: set[str]) -> None:
             assert not about_as_fast(fact.step_s, fact.given_step_s)
         if isinstance(fact, CompactStatesOption):
             assert "option" in fact.message
+
+
+def test_settings_that_fit_elsewhere_are_kept() -> None:
+    there, here = (named_machine(name) for name in ("gh200-480", "gh200-2"))
+    chosen = recommend(CATALOG.presets["qwen3-14b"].spec, there).spec
+    again = replan(chosen, here)
+    assert (again.spec, again.replaced_texts) == (chosen, ())
+
+
+def test_settings_that_do_not_fit_elsewhere_are_replaced_and_named() -> None:
+    """For as many GPUs, and without a person's own."""
+    small = named_machine("gh200-quad-120")
+    given = with_values(
+        CATALOG.presets["llama-3.1-8b"].spec, {"model.activation_checkpointing": "none"}
+    )
+    chosen = recommend(with_values(given, {"gpus": "1"}), named_machine("gh200-480")).spec
+    stored = with_values(chosen, {"gpus": "auto", "offload.ratio": "0.1"})
+    begun = with_values(stored, {"offload.ratio": "auto"})
+    begun = begun.changed("offload", ratio=0.1)
+    plan = replan(begun, small)
+    (fact,) = (warning for warning in plan.warnings if isinstance(warning, SettingsReplaced))
+    assert plan.fits
+    assert "offload.ratio" in {change.key for change in fact.changes}
+    assert (plan.spec.gpus, plan.spec.fixed) == (1, ("model.activation_checkpointing",))
+    assert plan.spec.model.activation_checkpointing == "none"
+    assert fact.message in plan.replaced_texts
+    kept = replan(stored, small)
+    assert (kept.fits, kept.ratio, kept.replaced_texts) == (False, 0.1, ())
 
 
 @pytest.fixture
