@@ -95,9 +95,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
     "problems": lambda found: "; ".join(f"{each.message}. {each.remedy}" for each in found),
     "settings": lambda changes: " with ".join(map(_setting, changes)),
-    "keys": lambda values: ", ".join(
-        _setting(Change(key, value, value)) for key, value in values.items()
-    ),
+    "keys": lambda pairs: ", ".join(_setting(Change(key, value, value)) for key, value in pairs),
 }
 """How a value is written, by the name behind its colon."""
 
@@ -498,12 +496,18 @@ class LeastGpuMemory(Fact):
 
 
 class GpusChosen(Fact):
-    """Another number of GPUs than the preset's, with which nothing would leave the margin here."""
+    """Another number of GPUs than the preset's."""
 
     gpus: int
     given: int
+    available: int
+    """Those of the machine, or its cores for ranks without GPUs."""
 
-    words = "{gpus:gpus}: the preset's {given} would not leave the margin on this machine"
+    @property
+    def words(self) -> str:
+        if self.given > self.available:
+            return "gpus = {gpus}: the preset says {given}, and this machine has {available}"
+        return "gpus = {gpus}: the preset's {given} would not leave the margin with fp32 moments"
 
 
 class StatesChosen(Fact):
@@ -520,7 +524,7 @@ class StatesChosen(Fact):
 class SetByPerson(Fact):
     """Keys that the machine would have decided."""
 
-    settings: dict[str, Value]
+    settings: tuple[tuple[str, Value], ...]
 
     words = "as you set them: {settings:keys}"
 
@@ -663,8 +667,7 @@ class NextBest(Fact):
         )
         if not self.alike:
             return f"next best: {settings}, {_UNITS['slower'](self.slower)}"
-        slower = "slower" if self.slower > 0 else "faster"
-        planned = f"planned {abs(self.slower):.1%} {slower}, less than plans are off"
+        planned = f"planned {abs(self.slower):.1%} apart, less than plans are off"
         offers = [_PREFERRED[self.chosen_for]] if self.chosen_for in _PREFERRED else []
         if abs(self.more_gpu_bytes) >= _NOTICEABLE_BYTES:
             more = "more" if self.more_gpu_bytes > 0 else "less"

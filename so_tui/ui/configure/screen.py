@@ -426,7 +426,7 @@ class ConfigureScreen(ResizablePage):
 
     def once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of the form's present content, once that plan is made."""
-        if (row := self.form.selected) is not None:
+        if (row := self.form.selected) is not None and row.is_typed:
             self._set_field(*row.entered())  # its last key press may still be unannounced
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
@@ -551,9 +551,15 @@ class ConfigureScreen(ResizablePage):
         self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes="Undo all changes")
 
     def action_release(self) -> None:
-        """Leave the selected field to the machine again, or undo the change of any other."""
+        """Leave the selected field to the machine again, or keep what was chosen for it; undo the
+        change of any other.
+        """
         row, draft = self.form.selected, self._draft
-        if row is not None and draft is not None and draft.release(row.path):
+        if (
+            row is not None
+            and draft is not None
+            and (draft.release(row.path) or draft.fix(row.path))
+        ):
             row.show_value(*draft.shown_value(row.path))
             self.replan()
 
