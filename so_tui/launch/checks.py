@@ -298,7 +298,7 @@ def _gpus_in_use(launch: Launch) -> Iterator[Refusal]:
 
 def keeping_what_fits(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> Launch:
     """Return the launch with one checkpoint kept, and a warning in its plan, where the disk has no
-    room for more while the next one is written. What a person set stays.
+    room for more while the next one is written. A person's own number stays.
 
     Args:
         launch: What is to start.
