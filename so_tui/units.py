@@ -56,8 +56,8 @@ def percent(share: float) -> str:
 
 
 def small_share(share: float) -> str:
-    """Return a share of a few percent at most: ``1.2 %``, ``less than 0.1 %``."""
-    return "less than 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
+    """Return a share of a few percent at most: ``1.2 %``, ``< 0.1 %``."""
+    return "< 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
 
 
 def count(value: float, decimals: int = 2) -> str:
