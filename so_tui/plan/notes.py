@@ -94,9 +94,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
     "problems": lambda found: "; ".join(f"{each.message}. {each.remedy}" for each in found),
     "settings": lambda changes: " with ".join(map(_setting, changes)),
-    "keys": lambda values: ", ".join(
-        _setting(Change(key, value, value)) for key, value in values.items()
-    ),
+    "keys": lambda pairs: ", ".join(_setting(Change(key, value, value)) for key, value in pairs),
 }
 """How a value is written, by the name behind its colon."""
 
@@ -519,7 +517,7 @@ class StatesChosen(Fact):
 class SetByPerson(Fact):
     """Keys that the machine would have decided."""
 
-    settings: dict[str, Value]
+    settings: tuple[tuple[str, Value], ...]
 
     words = "as you set them: {settings:keys}"
 

@@ -150,9 +150,10 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
     )
 
 
-def _kept(chosen: Assessment) -> dict[str, Value]:
+def _kept(chosen: Assessment) -> tuple[tuple[str, Value], ...]:
     """Return what a person set of that on which memory and speed depend, with its values."""
-    return {key: attrgetter(key)(chosen.spec) for key in chosen.spec.fixed if key in SEARCHED}
+    kept = (key for key in chosen.spec.fixed if key in SEARCHED)
+    return tuple((key, attrgetter(key)(chosen.spec)) for key in kept)
 
 
 def _offload_choice(chosen: Assessment) -> Choice:

@@ -213,10 +213,15 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if not plan.fits:
         return text.append(_shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
+    mark = "*" if _compact(plan) else " "
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
     rate = _rate(tokens)
-    return text.append(f" {rate.removesuffix('/s'):>5}" if compact else f" {rate:>7}")
+    return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>7}")
+
+
+def _compact(plan: Plan) -> bool:
+    return plan.mode != "gpu" and plan.spec.offload.states != "fp32"
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
@@ -393,10 +398,12 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
     text.append(
-        "★ recommended"
+        "★ what so-tui run starts"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
+    if any(plan.fits and _compact(plan) for row in rows for plan in row.cells.values()):
+        text.append("\n0.40*: with compact moments, because it does not fit with fp32 moments")
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
             f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "

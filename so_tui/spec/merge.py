@@ -64,11 +64,12 @@ def complete_tree(spec: RunSpec) -> Tree:
 def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec with some values changed, as ``--set`` does.
 
-    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with
-    ``gradient_accumulation`` and ``tokens_per_step``. Changing ``model.config`` drops the parameter
-    table, which describes the previous architecture, and changing ``data.source`` what describes
-    the previous source: subset, split and format (but ``alpaca-deepspeed`` stays). What the machine
-    decides is fixed by a value, and left to it again by ``auto``.
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two, and
+    ``benchmark.measured_steps``; so it is with ``gradient_accumulation`` and ``tokens_per_step``.
+    Changing ``model.config`` drops the parameter table, which describes the previous architecture,
+    and changing ``data.source`` what describes the previous source: subset, split and format (but
+    ``alpaca-deepspeed`` stays). What the machine decides is fixed by a value, and left to it again
+    by ``auto``.
 
     Args:
         spec: The spec to change.
@@ -131,6 +132,9 @@ def merged(base: Tree, changes: Tree) -> Tree:
         if sum(bool(changed.get(key)) for key in alternatives) == 1:
             for key in set(alternatives) - set(changed):
                 tree["train"].pop(key, None)
+    measured = "measured_steps" in section_of(changes, "benchmark")
+    if any(changed.get(key) for key in LENGTHS) and not measured:
+        section_of(tree, "benchmark").pop("measured_steps", None)
     described = section_of(changes, "data")
     if "source" in described and described["source"] != section_of(base, "data").get("source"):
         former = section_of(base, "data").get("format")

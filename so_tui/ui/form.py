@@ -258,14 +258,23 @@ class Draft:
             self.edits = {**self.edits, **{key: AUTO for key in both if key in self.base.fixed}}
         return self.edits != before
 
+    def fix(self, path: str) -> bool:
+        """Keep the value that was chosen for a field, and return whether that changed anything."""
+        return path in self.chosen and self._set(path, self.values[path])
+
     def enter(self, path: str, text: str) -> bool:
-        """Enter ``text`` into a field, and return whether that changed anything."""
+        """Enter ``text`` into a field, and return whether that changed anything: the value that is
+        shown does not.
+        """
+        if path in MACHINE_DECIDES and text.strip() == AUTO:
+            return self.release(path)
+        if path in self.chosen and _same_value(path, text, self.values[path]):
+            return False
+        return self._set(path, text)
+
+    def _set(self, path: str, text: str) -> bool:
         before = self.edits
         if path in MACHINE_DECIDES:
-            if text.strip() == AUTO:
-                return self.release(path)
-            if path not in before and _same_value(path, text, self.values[path]):
-                return False  # what is shown
             with_other: Texts = {}
             if path in SPLIT and not self.is_fixed(path):
                 # The other part stays as it is shown.

@@ -192,7 +192,7 @@ VALUES: dict[str, object] = {
     "folder": "/scratch",
     "network": Network(gbit_per_s=200, source=""),
     "states": "bf16-moments",
-    "settings": {"offload.ratio": 0.5},
+    "settings": (("offload.ratio", 0.5),),
     "found": (Dropout("attention_dropout", 0.1),),
 }
 
@@ -203,7 +203,9 @@ def test_every_fact_has_words() -> None:
         given = {name: VALUES.get(name, 1) for name in required}
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
-        assert kind(**given).message or kind is Note, kind
+        fact = kind(**given)
+        assert fact.message or kind is Note, kind
+        assert {fact}, "facts can be kept in sets"
 
 
 def test_every_term_has_a_name() -> None:

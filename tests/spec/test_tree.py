@@ -140,6 +140,16 @@ def test_another_source_clears_what_described_the_one_before(
     assert with_values(preset, changes).data.split == split
 
 
+def test_a_length_that_a_person_sets_replaces_that_of_a_benchmark() -> None:
+    preset = find_preset("qwen3-4b-random").spec
+    assert preset.benchmark.measured_steps == 7
+    longer = with_values(preset, {"train.steps": "40"})
+    assert (longer.train.steps, longer.benchmark.measured_steps) == (40, 0)
+    assert with_values(preset, {"train.seed": "1"}).benchmark == preset.benchmark
+    both = with_values(preset, {"train.steps": "40", "benchmark.measured_steps": "37"})
+    assert both.benchmark.measured_steps == 37
+
+
 @pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b"])
 def test_a_tree_goes_back_to_the_same_spec(name: str, spec: RunSpec) -> None:
     """A tree for people leaves out defaults."""

@@ -488,9 +488,15 @@ class ConfigureScreen(ResizablePage):
         self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes="Undo all changes")
 
     def action_release(self) -> None:
-        """Leave the selected field to the machine again, or undo the change of any other."""
+        """Leave the selected field to the machine again, or keep what was chosen for it; undo the
+        change of any other.
+        """
         row, draft = self.form.selected, self._draft
-        if row is not None and draft is not None and draft.release(row.path):
+        if (
+            row is not None
+            and draft is not None
+            and (draft.release(row.path) or draft.fix(row.path))
+        ):
             row.show_value(*draft.shown_value(row.path))
             self.replan()
 
