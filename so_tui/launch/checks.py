@@ -366,14 +366,11 @@ def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
     """Say what makes the checkpoints fit."""
     checkpoint = plan.spec.checkpoint
     ways = ["Free space", "set checkpoint.folder to a larger disk"]
-    fewer = (
-        keep
-        for keep in range(checkpoint.keep - 1, 0, -1)
-        if _new_checkpoints(plan, keep, saved) * plan.disk_bytes <= free_bytes
-    )
-    if checkpoint.repeats and (keep := next(fewer, 0)):
-        ways.append(f"set checkpoint.keep={keep}")
-    if checkpoint.repeats and checkpoint.saves_at_end and plan.disk_bytes <= free_bytes:
+    one_fits = checkpoint.repeats and plan.disk_bytes <= free_bytes
+    fewer = min(checkpoint.keep, free_bytes // max(1, plan.disk_bytes) + saved) - 1
+    if one_fits and fewer > 0:
+        ways.append(f"set checkpoint.keep={fewer}")
+    if one_fits and checkpoint.saves_at_end:
         keys = [key for key in ("every_minutes", "every_steps") if getattr(checkpoint, key)]
         zeros = " and ".join(f"checkpoint.{key}=0" for key in keys)
         ways.append(f"save only at the end with {zeros}")

@@ -92,7 +92,7 @@ def _share(plan: Plan) -> float | None:
         if plan.step_s is None:
             return None
         steps_s = checkpoint.every_steps * plan.step_s
-        share += plan.checkpoint_cost_s / (steps_s + plan.checkpoint_cost_s)
+        share += plan.checkpoint_cost_s / ((steps_s + plan.checkpoint_cost_s) or 1.0)
     return min(1.0, share)
 
 
