@@ -365,7 +365,9 @@ def _new_checkpoints(plan: Plan, keep: int, saved: int) -> int:
 def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
     """Say what makes the checkpoints fit."""
     checkpoint = plan.spec.checkpoint
-    ways = ["Free space", "set checkpoint.folder to a larger disk"]
+    ways = ["Free space"]
+    if not saved:  # a run stays in the folder where its checkpoints are
+        ways.append("set checkpoint.folder to a larger disk")
     one_fits = checkpoint.repeats and plan.disk_bytes <= free_bytes
     fewer = min(checkpoint.keep, free_bytes // max(1, plan.disk_bytes) + saved) - 1
     if one_fits and fewer > 0:
@@ -374,7 +376,7 @@ def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
         keys = [key for key in ("every_minutes", "every_steps") if getattr(checkpoint, key)]
         zeros = " and ".join(f"checkpoint.{key}=0" for key in keys)
         ways.append(f"save only at the end with {zeros}")
-    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _lacking_disk(plan: Plan, saved: int, runs_dir: Path | None) -> Iterator[Refusal]:
