@@ -109,7 +109,10 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
     found = plans[_fitting_count(wanted, plans)]
     plan, chosen = found.plan, found.chosen
     if plan.gpus != wanted.ranks and plan.verdict == "fits":
-        there = GpusChosen(gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host)
+        most = max(rank_counts(machine))
+        there = GpusChosen(
+            gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host, available=most
+        )
         plan = replace(plan, reasons=(*plan.reasons, there))
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)

@@ -63,8 +63,7 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     Args:
         spec: As the user gave it.
         target: Where it does not fit.
-        searched: Whether a search has found already that no other setting fits here, beside those
-            that a person set.
+        searched: Whether a search has found that nothing fits here with what a person set.
     """
     here = _fitting_otherwise if searched else _fitting_here
     if (fitting := here(spec, target)) is not None:

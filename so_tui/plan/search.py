@@ -88,8 +88,8 @@ ADVICE_RATIO_STEP = 0.2
 
 
 def left_open(spec: RunSpec) -> RunSpec:
-    """Return the spec as a search begins with it: what the machine decides is as if nobody had ever
-    said anything of it.
+    """Return the spec with which a search begins: keys that the machine decides have their
+    defaults, unless a person set them.
     """
     shared = spec.train.sequence_parallel
     if shared > 1 and not spec.fixes("train.sequence_parallel"):
