@@ -55,6 +55,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
+def small_share(share: float) -> str:
+    """Return a share of a few percent at most: ``1.2 %``, ``< 0.1 %``."""
+    return "< 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
+
+
 def count(value: float, decimals: int = 2) -> str:
     """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; whole below
     10,000: ``4,096``.
@@ -174,6 +179,11 @@ def mark_duration(seconds: float, parts: int) -> str:
         if amount:
             found.append(f"{amount} {unit}")
     return " ".join(found[:parts]) or "0"
+
+
+def interval(minutes: float) -> str:
+    """Return an interval that somebody chose: ``30 min``, ``2 h 30 m``."""
+    return f"{minutes:g} min" if minutes < 60 else mark_duration(60 * minutes, 2)
 
 
 def age(seconds: float) -> str:

@@ -13,11 +13,13 @@ from so_tui.units import (
     count,
     disk_size,
     duration,
+    interval,
     mark_duration,
     memory_of,
     memory_size,
     rate,
     significant,
+    small_share,
     thousands,
 )
 
@@ -40,6 +42,8 @@ from so_tui.units import (
         (bandwidth, {3.42e9: "3.4 GB/s"}),
         (duration, {0.045: "45 ms", 3.1: "3.10 s", 42.5: "42.5 s", 364: "6 m 04 s"}),
         (duration, {7_200: "2 h 00 m", 11_520: "3 h 12 m", 200_000: "2 d 7 h"}),
+        (interval, {0.1: "0.1 min", 30: "30 min", 150: "2 h 30 m", 1440: "1 d"}),
+        (small_share, {0: "< 0.1 %", 0.0004: "< 0.1 %", 0.0005: "0.1 %", 0.0123: "1.2 %"}),
         (partial(mark_duration, parts=2), {0: "0", 45: "45 s", 900: "15 m", 5400: "1 h 30 m"}),
     ],
 )

@@ -298,7 +298,7 @@ def _gpus_in_use(launch: Launch) -> Iterator[Refusal]:
 
 def keeping_what_fits(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> Launch:
     """Return the launch with one checkpoint kept, and a warning in its plan, where the disk has no
-    room for more while the next one is written. What a person set stays.
+    room for more while the next one is written. A person's own number stays.
 
     Args:
         launch: What is to start.
@@ -365,19 +365,18 @@ def _new_checkpoints(plan: Plan, keep: int, saved: int) -> int:
 def _disk_remedy(plan: Plan, saved: int, free_bytes: int) -> str:
     """Say what makes the checkpoints fit."""
     checkpoint = plan.spec.checkpoint
-    ways = ["Free space", "set checkpoint.folder to a larger disk"]
-    fewer = (
-        keep
-        for keep in range(checkpoint.keep - 1, 0, -1)
-        if _new_checkpoints(plan, keep, saved) * plan.disk_bytes <= free_bytes
-    )
-    if checkpoint.repeats and (keep := next(fewer, 0)):
-        ways.append(f"set checkpoint.keep={keep}")
-    if checkpoint.repeats and checkpoint.saves_at_end and plan.disk_bytes <= free_bytes:
+    ways = ["Free space"]
+    if not saved:  # a run stays in the folder where its checkpoints are
+        ways.append("set checkpoint.folder to a larger disk")
+    one_fits = checkpoint.repeats and plan.disk_bytes <= free_bytes
+    fewer = min(checkpoint.keep, free_bytes // max(1, plan.disk_bytes) + saved) - 1
+    if one_fits and fewer > 0:
+        ways.append(f"set checkpoint.keep={fewer}")
+    if one_fits and checkpoint.saves_at_end:
         keys = [key for key in ("every_minutes", "every_steps") if getattr(checkpoint, key)]
         zeros = " and ".join(f"checkpoint.{key}=0" for key in keys)
         ways.append(f"save only at the end with {zeros}")
-    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _lacking_disk(plan: Plan, saved: int, runs_dir: Path | None) -> Iterator[Refusal]:

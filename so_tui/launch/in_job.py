@@ -243,10 +243,7 @@ def supervise_in_job(run: RunDirectory, attempt: int, digest: str | None = None)
         written = nodes.node if run.launch_path(attempt, nodes.node).exists() else 0
         submitted = read_launch(run, attempt, digest, node=written)
         try:
-            launch = _planned_here(submitted, machine, nodes.node)
-            saved = saved_checkpoints(run, launch)
-            refuse_full_disk(launch, saved=saved, runs_dir=run.path)
-            launch = keeping_what_fits(launch, saved=saved, runs_dir=run.path)
+            launch = _fitting_the_disk(run, _planned_here(submitted, machine, nodes.node))
             made = write_launch(run, attempt, launch, nodes.node)
         except SoTuiError as error:
             print(error, file=sys.stderr, flush=True)
@@ -312,6 +309,13 @@ def _planned_here(submitted: Launch, machine: Machine, node: int) -> Launch:
         environment=here.environment,
         checks_s=None,  # the checks were made before the job waited
     )
+
+
+def _fitting_the_disk(run: RunDirectory, launch: Launch) -> Launch:
+    """Return the launch with as many checkpoints kept as fit now. Raises Refused if too few do."""
+    saved = saved_checkpoints(run, launch)
+    refuse_full_disk(launch, saved=saved, runs_dir=run.path)
+    return keeping_what_fits(launch, saved=saved, runs_dir=run.path)
 
 
 def _goes_on(run: RunDirectory, before: RunState, *, start_over: bool, requeue: bool) -> bool:

@@ -17,13 +17,12 @@ from msgspec import Struct
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Network
 from so_tui.plan.rates import ALIKE, network_rate_text
-from so_tui.plan.saving import interval, share_text
 from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES, AttentionBackend, Obstacle
 from so_tui.spec.data_notes import Found, sentences
 from so_tui.spec.errors import Problem
 from so_tui.spec.run_spec import Mode, Policy, StatesFormat
 from so_tui.trust.text import printable_line
-from so_tui.units import disk_size, duration, memory_size, plural, thousands
+from so_tui.units import disk_size, duration, interval, memory_size, plural, small_share, thousands
 
 
 def _code(name: str) -> str:
@@ -805,7 +804,7 @@ class SavesEvery(Fact):
 
     @property
     def words(self) -> str:
-        share = share_text(self.cost_s / (60 * self.minutes))
+        share = small_share(self.cost_s / (60 * self.minutes))
         if self.minutes == self.usual_minutes:
             return (
                 f"checkpoints: one every {interval(self.minutes)} by default; each costs about "

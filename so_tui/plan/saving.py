@@ -1,5 +1,5 @@
 """Checkpoints in a plan: how often they are saved by default, what one costs, and the sentence that
-says so. Pure functions.
+people read. Pure functions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from so_tui.spec.run_spec import CheckpointSpec, RunSpec
-from so_tui.units import disk_size, mark_duration, plural
+from so_tui.units import disk_size, interval, plural, small_share
 
 if TYPE_CHECKING:
     from so_tui.plan.fit import Assessment
@@ -21,7 +21,7 @@ at 0.8 to 1.5 GB/s (``benchmarks/results/checkpoints-*.json``).
 _SLOWED = 0.1
 """Share of the time of writing that training loses while it goes on. There it was 0.06 to 0.12."""
 MOST_SHARE = 0.02
-"""Of the time of a run, what checkpoints may cost that nobody asked for."""
+"""Largest share of a run's time that checkpoints cost by default."""
 _WHOLE_MINUTES = 30
 """Longer intervals are multiples of so many."""
 
@@ -63,7 +63,7 @@ def saving_text(plan: Plan) -> str:
     by_steps = f"every {plural(steps, 'step')}" if steps > 1 else "every step" if steps else ""
     when = " and ".join(filter(None, (by_steps, f"every {interval(minutes)}" if minutes else "")))
     share = _share(plan)
-    cost = "" if share is None else f", {share_text(share)} of the time"
+    cost = "" if share is None else f", {small_share(share)} of the time"
     late = "; the run ends before the first" if may_lose_much(plan) else ""
     return f"saves {when} ({disk_size(plan.checkpoint_bytes)} each{cost}){late}"
 
@@ -80,16 +80,6 @@ def may_lose_much(plan: Plan) -> bool:
     return not 0 < 60 * checkpoint.every_minutes < lasts_s
 
 
-def interval(minutes: float) -> str:
-    """Return ``30 min``, or ``2 h 30 m`` where that is longer."""
-    return f"{minutes:g} min" if minutes < 60 else mark_duration(60 * minutes, 2)
-
-
-def share_text(share: float) -> str:
-    """Return ``1.2 %``."""
-    return "less than 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
-
-
 def _share(plan: Plan) -> float | None:
     """Return what checkpoints cost of the time; None where that is not known."""
     if plan.checkpoint_cost_s is None:
@@ -102,7 +92,7 @@ def _share(plan: Plan) -> float | None:
         if plan.step_s is None:
             return None
         steps_s = checkpoint.every_steps * plan.step_s
-        share += plan.checkpoint_cost_s / (steps_s + plan.checkpoint_cost_s)
+        share += plan.checkpoint_cost_s / ((steps_s + plan.checkpoint_cost_s) or 1.0)
     return min(1.0, share)
 
 

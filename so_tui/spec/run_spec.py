@@ -52,6 +52,7 @@ class CheckpointSpec(_Section, frozen=True):
         float,
         Meta(
             ge=0,
+            le=1e6,
             description=(
                 "Time between checkpoints, by the clock of rank 0; 0 disables saving by time. The "
                 "default becomes longer where saving would cost more than 2 % of the time, and 0 "

@@ -4,6 +4,7 @@ functions from a snapshot to content.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -220,7 +221,7 @@ def _saving(
         return
     due_s = _next_save_s(snapshot, plan.spec.checkpoint, state.attempt, step, step_s, now)
     left_s = (total - step) * step_s if step_s and total else None
-    if due_s is None or (left_s is not None and due_s > left_s):
+    if due_s is None or not math.isfinite(due_s) or (left_s is not None and due_s > left_s):
         soon = "at the end" if plan.spec.checkpoint.saves_at_end else ""
     else:
         soon = f"in {age(due_s)}" if due_s > 0 else "now"

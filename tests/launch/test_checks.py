@@ -184,6 +184,9 @@ def test_what_a_person_keeps_is_refused_instead(
         remedy in reason
         for remedy in ("checkpoint.folder", "checkpoint.keep=2", "checkpoint.every_minutes=0")
     )
+    with refused("disk-too-small") as caught:  # nothing is freed before one has been written
+        quick_checks(with_free(10**8, monkeypatch, keep=4), saved=3, runs_dir=tmp_path)
+    assert caught.value.reasons[0].endswith("Free space")
 
 
 @pytest.mark.parametrize(

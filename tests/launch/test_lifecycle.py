@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from so_tui.launch.in_job import _fitting_the_disk
 from so_tui.launch.launch import Executor, prepare, prepare_resume, read_launch
 from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
@@ -106,6 +108,28 @@ def test_resume_onto_a_full_disk_leaves_no_attempt(
         resume(run, again, executor=Recording())
     assert "disk-too-small" in caught.value.codes
     assert run.attempts() == (1,)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_disk_where_a_run_trains_decides_how_many_are_kept(
+    here: bool, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job has its own look once it runs."""
+    free = [5 * 10**9 // 2]
+    usage = partial(SimpleNamespace, total=2**40)
+    monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: usage(free=free[0]))
+    monkeypatch.setattr("so_tui.launch.checks._refuse_missing_compiler", lambda *_: None)
+    monkeypatch.setattr(Recording, "here", here)
+    large = replace(launch, forced=False, plan=replace(launch.plan, disk_bytes=10**9))
+    run = start(large, runs_dir=tmp_path, executor=Recording())
+    submitted = read_launch(run, 1)
+    assert submitted.spec.checkpoint.keep == (1 if here else 2)
+    assert len(submitted.plan.warnings) == len(large.plan.warnings) + here
+    there = _fitting_the_disk(run, large)
+    assert (there.spec.checkpoint.keep, there.plan.disk_peak_bytes) == (1, 2 * 10**9)
+    free[0] = 3 * 10**9 // 2
+    with refused("disk-too-small", forceable=True):
+        _fitting_the_disk(run, large)
 
 
 def test_interrupted_start_is_undone(tmp_path: Path, launch: Launch) -> None:

@@ -16,7 +16,7 @@ from so_tui.spec.merge import with_values
 from so_tui.ui.plan_view import launch_facts
 from so_tui.ui.text import in_rows
 from tests.support.machines import x86
-from tests.support.planning import facts_of, only, planned, shown
+from tests.support.planning import facts_of, only, planned, shown, some
 
 ROOMY = x86("NVIDIA H200", cores=32, memory_mib=1024 * 1024)
 ON_HOST = {"gpus": "1", "offload__mode": "superoffload", "offload__ratio": "0.9"}
@@ -88,7 +88,8 @@ def test_one_sentence_says_how_often_and_what_it_costs() -> None:
     exported = plan_of(checkpoint__export="true")
     assert saving_text(exported) == saving_text(plan), "an export is no part of each"
     steps = plan_of(checkpoint__every_steps="10")
-    share = steps.checkpoint_cost_s / (10 * steps.step_s + steps.checkpoint_cost_s)
+    cost_s = some(steps.checkpoint_cost_s)
+    share = cost_s / (10 * some(steps.step_s) + cost_s)
     assert saving_text(steps) == (
         f"saves every 10 steps (96.4 GB each, {100 * share:.1f} % of the time)"
     )
