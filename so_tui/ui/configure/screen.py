@@ -451,7 +451,7 @@ class ConfigureScreen(ResizablePage):
     def action_all_reasons(self, planned: Planned) -> None:
         if planned.plan is not None:
             label = planned.plan.spec.label
-            plan_view.show_whole(self.app, label, planned.plan, planned.command)
+            preset_actions.show_plan(self.app, label, planned.plan, planned.command)
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:

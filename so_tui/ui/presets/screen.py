@@ -580,7 +580,7 @@ class PresetsScreen(FiltersTable):
 
     def action_all_reasons(self) -> None:
         if (chosen := self.table.chosen()) is not None:
-            plan_view.show_whole(self.app, chosen[0].title, chosen[1])
+            preset_actions.show_plan(self.app, chosen[0].title, chosen[1])
 
     def action_launch(self) -> None:
         if (chosen := self.table.chosen()) is not None:
