@@ -43,7 +43,7 @@ from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
 from so_tui.launch import command
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare_again, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import Machine, inspect_machine
@@ -312,7 +312,7 @@ def _attempt(
     Raises:
         RuntimeError: The run failed; the message is the end of the log.
     """
-    launch = prepare(spec, machine, force=True)
+    launch = prepare_again(spec, machine, force=True)
     attempt = new_attempt(run)
     digest = write_launch(run, attempt, launch)
     here = launch.resolved(

@@ -210,13 +210,13 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each shape and backend."""
-    from so_tui.launch.launch import prepare
+    from so_tui.launch.launch import prepare_again
     from so_tui.machine import inspect_machine
     from so_tui_trainer import binding
 
     machine = inspect_machine()
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
-    launch = prepare(
+    launch = prepare_again(
         _spec(arguments, *max(shapes, key=lambda shape: shape[0] * shape[1])), machine, force=True
     )
     rank = int(os.environ["RANK"])

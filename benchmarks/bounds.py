@@ -220,9 +220,10 @@ def recommended_ratio(spec: RunSpec, machine: Machine) -> float:
     it would fit without.
     """
     target = target_of(spec, machine, probed=False)
-    tried = [
-        Candidates(with_policy(spec, policy), target).offloaded for policy in policies(spec, target)
-    ]
+    candidates = (
+        Candidates(with_policy(spec, policy), target) for policy in policies(spec, target)
+    )
+    tried = [found for each in candidates if (found := each.offloaded)]
     fitting = [found for found in tried if found.verdict == "fits"]
     return at_fastest_ratio(spec, max(fitting or tried, key=attrgetter("rate"))).spec.offload.ratio
 

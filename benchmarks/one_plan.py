@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.speed import with_layers
-from so_tui.launch.launch import prepare
+from so_tui.launch.launch import prepare_again
 from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_text
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
@@ -148,7 +148,7 @@ def _measured(spec: RunSpec, plan: Plan, machine: Machine, limit_s: float) -> di
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-one-plan-"))
     try:
         measured = measured_of(
-            run_to_end(prepare(spec, machine), scratch, tell, limit_s=limit_s), plan
+            run_to_end(prepare_again(spec, machine), scratch, tell, limit_s=limit_s), plan
         )
         predicted = predicted_of(spec, machine, measured.workload)[1]
     except SoTuiError as error:

@@ -48,7 +48,7 @@ from benchmarks.planner_settings import (
     seconds_of,
 )
 from benchmarks.planner_sweep import measured_by_forks
-from so_tui.launch.launch import prepare
+from so_tui.launch.launch import prepare_again
 from so_tui.launch.probe import (
     WARMUP_STEPS,
     measured_of,
@@ -371,7 +371,7 @@ def _run(
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
-        run = run_to_end(prepare(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
+        run = run_to_end(prepare_again(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
         measured = measured_of(run, plan)
     except SoTuiError as error:
         logs = "\n".join(
@@ -440,7 +440,8 @@ def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Settin
 def _recommended(original: Setting, machine: Machine, arguments: argparse.Namespace) -> Setting:
     given = spec_of(original, arguments)
     model = msgspec.structs.replace(given.model, activation_checkpointing="auto")
-    best = recommend(msgspec.structs.replace(given, model=model), machine).spec
+    begun = msgspec.structs.replace(given, model=model, fixed=("gpus", "train.sequence_parallel"))
+    best = recommend(begun, machine).spec
     return Setting(
         original.size,
         best.offload.mode,

@@ -376,7 +376,7 @@ def _command(one: Compared) -> Iterator[str]:
     )
     yield (
         f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} "
-        f"--as-given --gpus {figure.gpus} {changes}`"
+        f"--gpus {figure.gpus} {changes}`"
     )
 
 

@@ -189,10 +189,10 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     """Bind the process and prepare data, model and engine as the trainer does. Needs the
     environment of ``one_rank``.
     """
-    from so_tui.launch.launch import prepare
+    from so_tui.launch.launch import prepare_again
     from so_tui_trainer import binding
 
-    launch = prepare(spec, machine, force=True)
+    launch = prepare_again(spec, machine, force=True)
     spec, mine = launch.plan.spec, launch.plan.binding[0]
     binding.bind(mine)  # Before torch starts its threads.
 

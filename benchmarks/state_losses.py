@@ -24,7 +24,7 @@ from typing import Any, get_args
 import msgspec
 
 from benchmarks.planner_settings import SHAPES
-from so_tui.launch.launch import prepare
+from so_tui.launch.launch import prepare_again
 from so_tui.launch.probe import run_to_end
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
@@ -100,7 +100,7 @@ def losses_of(spec: RunSpec, machine: Machine) -> list[float | None]:
 
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-losses-"))
     try:
-        run_to_end(prepare(spec, machine), scratch, tell, limit_s=600)
+        run_to_end(prepare_again(spec, machine), scratch, tell, limit_s=600)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return losses

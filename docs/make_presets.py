@@ -47,12 +47,22 @@ steps = 500          # replaces the base's epochs: a run has one length
 ratio = 0.4
 ```
 
+Where memory lies and how work is divided is chosen for the machine, each time that a preset is \
+planned or started: the keys that `fixed`
+lists. What a built-in preset says of them is only where the search begins. A value that you give, \
+in a preset of your own, with `--set` or
+in Configure, stays as it is, and everything else is chosen around it; `auto` leaves the key to \
+so-tui again. `train.micro_batch` and
+`train.gradient_accumulation` go together: setting one fixes both, and otherwise their product is \
+kept.
+
 Rules that apply to several keys:
 
 - `title` is not inherited: a preset without a title is shown by its name.
 - One of `train.steps`, `train.epochs` and `train.tokens` sets the length of a run; setting one \
 clears those of the base.
-  Benchmark runs (`benchmark.measured_steps`) need none of them.
+  Benchmark runs (`benchmark.measured_steps`) need none of them; setting one makes a normal run of \
+a benchmark.
 - The gradient accumulation steps are `train.gradient_accumulation`, or follow from \
 `train.tokens_per_step`, the micro-batch, the sequence
   length and the number of ranks; setting one clears the other of the base. The plan shows the \

@@ -92,6 +92,18 @@ def chosen_changes(arguments: Namespace) -> dict[str, str]:
     return changes
 
 
+def chosen_options(arguments: Namespace) -> list[str]:
+    """Return ``chosen_changes`` as the words of a command: with a short option where there is
+    one.
+    """
+    short = {key: f"--{option}" for option, key in _SHORT_OPTIONS.items()}
+    pairs = (
+        (short[key], value) if key in short else ("--set", f"{key}={value}")
+        for key, value in chosen_changes(arguments).items()
+    )
+    return [word for pair in pairs for word in pair]
+
+
 def given_value(key: Literal["gpus", "nodes"], text: str) -> Any:
     """Return the value of ``--gpus``, a count or a list of indices, or of ``--nodes``.
 

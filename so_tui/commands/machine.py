@@ -205,9 +205,9 @@ def doctor(arguments: Namespace) -> int:
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:
-        from so_tui.plan.planner import make_plan
+        from so_tui.plan.planner import recommend
 
-        plan = make_plan(chosen_spec(arguments), machine)
+        plan = recommend(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
     if arguments.mpam:
         return print_mpam_script(machine, plan)

@@ -6,8 +6,8 @@ from argparse import Namespace
 from datetime import date
 
 from so_tui.commands.common import (
-    chosen_changes,
     chosen_machine,
+    chosen_options,
     chosen_spec,
     given_value,
     machine_for,
@@ -18,12 +18,12 @@ from so_tui.commands.common import (
 )
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
-from so_tui.spec import find_preset, load_catalog
+from so_tui.spec import load_catalog
 from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.streams import console
 from so_tui.trust.text import so_tui_command
-from so_tui.units import plural, rate, thousands
+from so_tui.units import thousands
 
 
 def plan(arguments: Namespace) -> int:
@@ -43,14 +43,12 @@ def plan(arguments: Namespace) -> int:
 
 def _plan_one(arguments: Namespace) -> int:
     """Print the plan of a preset, or probe it."""
-    from so_tui.plan.planner import best_number_of_gpus, make_plan, recommend
-    from so_tui.plan.show import command_of, plans_json, render_plan, settings_of
+    from so_tui.plan.planner import recommend
+    from so_tui.plan.show import plans_json, render_plan
 
     spec = chosen_spec(arguments)
     machine = machine_for(spec, arguments)
-    changes = chosen_changes(arguments)
-    fixed = arguments.as_given or bool(settings_of(spec).keys() & changes.keys())
-    chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
+    chosen = recommend(spec, machine)
     if arguments.probe:
         return _probe(arguments, chosen, machine)
     if arguments.json:
@@ -58,22 +56,11 @@ def _plan_one(arguments: Namespace) -> int:
     else:
         _note_place(arguments, machine, spec.slurm)
         print_rich(render_plan(chosen, machine))
-        if chosen.recommended:
+        if chosen.fits:
             # On one line, so that it can be copied.
-            others = {key: value for key, value in changes.items() if key != "gpus"}
-            given = find_preset(arguments.preset).spec
+            command = so_tui_command("run", arguments.preset, *chosen_options(arguments))
             print_note("")
-            print_note(
-                f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
-            )
-            if "gpus" not in changes and spec.nodes == 1:
-                _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine), changes)
-        elif fixed:
-            print_note("")
-            print_note(
-                "This is the plan as given. To search for better settings, leave out "
-                "--as-given and --set of what a plan chooses.",
-            )
+            print_note(f"to run it: {command}")
     return 0 if chosen.fits else 3
 
 
@@ -132,24 +119,6 @@ def _note_place(arguments: Namespace, machine: Machine, slurm: SlurmSpec) -> Non
         )
 
 
-def _note_other_number(
-    arguments: Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
-) -> None:
-    """Say which number of GPUs the table recommends, where that is not the preset's."""
-    if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
-        return
-    unit = "GPU" if best.on_gpus else "rank"
-    same = ["--machine", arguments.machine] if arguments.machine else []
-    same += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    print_note(
-        f"{plural(chosen.gpus, unit)}, as the preset says, would train "
-        f"{rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. {plural(best.gpus, unit)} "
-        f"would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} "
-        "(★ in the table of all presets): "
-        f"{so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus), *same)}",
-    )
-
-
 def _counts(arguments: Namespace) -> tuple[int, ...]:
     """Return the GPU counts of the table; empty for those of the machine.
 
@@ -157,13 +126,13 @@ def _counts(arguments: Namespace) -> tuple[int, ...]:
         InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code
             ``not-a-count``).
     """
-    if given := "--set" if arguments.set else "--as-given" if arguments.as_given else "":
+    if arguments.set:
         raise reject(
             "preset-needed",
-            given,
+            "--set",
             "",
             "needs a preset",
-            f"Name one: so-tui plan PRESET {given} ...",
+            "Name one: so-tui plan PRESET --set ...",
         )
     if arguments.gpus is None:
         return ()
@@ -186,7 +155,7 @@ def _probe(arguments: Namespace, chosen: Plan, machine: Machine) -> int:
     import msgspec
 
     from so_tui.folders import probes_dir
-    from so_tui.launch.launch import plan_refused, prepare
+    from so_tui.launch.launch import plan_refused, prepare_again
     from so_tui.launch.probe import (
         compared,
         measured_of,
@@ -218,7 +187,7 @@ def _probe(arguments: Namespace, chosen: Plan, machine: Machine) -> int:
             chosen.spec, known.workload if known else workload.Workload(), probes_dir()
         )
     try:
-        launch = prepare(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
+        launch = prepare_again(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
         ran = run_to_end(launch, probes_dir(), report)
     finally:
         if rows:

@@ -225,6 +225,7 @@ def resume(arguments: Namespace) -> int:
         start_over=arguments.start_over,
         assume_dead=arguments.assume_dead,
     )
+    _report_warnings(launch.plan.replaced_texts)
     resume_run(target, launch)
     return _show(target, arguments, owner=True)
 

@@ -563,10 +563,6 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
 
 
 _LONGEST_SEQUENCE = 4096
-_PARAMETERS_PER_GPU = 25_000_000_000
-"""The largest model that one GH200 with 480 GB can train, by the SuperOffload paper (arXiv
-2509.21271).
-"""
 _TIMEOUT_S = 300.0
 
 
@@ -658,12 +654,9 @@ def _preset_name(model: str) -> str:
 def _tree(answer: Tree, name: str) -> Tree:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
-    # The smallest number of superchips with 480 GB that can train this many parameters.
-    needed = answer["parameters"] / _PARAMETERS_PER_GPU
     return {
         "name": name,
         "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
-        "gpus": next((count for count in (1, 2, 4, 8) if needed <= count), 16),
         "model": {
             key: value for key, value in answer["model"].items() if value not in ("", [], {})
         },
@@ -674,7 +667,6 @@ def _tree(answer: Tree, name: str) -> Tree:
             "packing": packing_problem(layer_kinds(answer["model"]["config"])) is None,
         },
         "train": {"epochs": 1},
-        "offload": {"mode": "auto"},
     }
 
 

@@ -3,7 +3,7 @@ continues in another job if need be.
 
 A plan's binding means nothing on other hardware, and the submitting host knows its nodes only by a
 description. So the job inspects its node and plans the same settings again; what was submitted
-stays as it was confirmed.
+stays as it was confirmed, where it fits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
-from so_tui.launch.launch import prepare, prepare_resume, read_launch, write_launch
+from so_tui.launch.launch import prepare_again, prepare_resume, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.executor import SlurmExecutor, Submission, read_submission
@@ -296,7 +296,9 @@ def _planned_here(submitted: Launch, machine: Machine, node: int) -> Launch:
     """Return a submitted launch planned again for this host, a node of the job. Raises InputError
     or Refused, as ``prepare``.
     """
-    here = prepare(submitted.spec, machine, force=submitted.forced)
+    here = prepare_again(submitted.spec, machine, force=submitted.forced)
+    for text in here.plan.replaced_texts:
+        log_line(f"so-tui: {text}")
     return replace(
         submitted,
         plan=replace(here.plan, binding=numbered(here.plan.binding, node)),

@@ -49,6 +49,7 @@ from so_tui.spec import (
 )
 from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
+from so_tui.spec.run_spec import MACHINE_DECIDES
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, Tree, decode_json
 from so_tui.trust.files import read_bounded, read_own
 from so_tui.trust.text import quoted, so_tui_command
@@ -280,7 +281,8 @@ _FIXED_FOR_A_RUN = (
 
 
 def prepare(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
-    """Plan a spec on a machine and derive the launch, in the environment of this process.
+    """Plan a spec on a machine, with what it leaves open, and derive the launch, in the environment
+    of this process.
 
     Args:
         spec: What to train. Relative paths are made absolute.
@@ -291,9 +293,19 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
         InputError: The model is not described well enough to plan.
         Refused: The run does not fit, or cannot run here at all (which ``force`` does not change).
     """
-    from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
+    from so_tui.plan.planner import recommend  # a process that only reads launches needs no planner
 
-    plan = make_plan(with_absolute_paths(spec), usable_machine(machine))
+    plan = recommend(with_absolute_paths(spec), usable_machine(machine))
+    return launch_of(plan, machine, force=force)
+
+
+def prepare_again(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
+    """Derive the launch of settings that were chosen before, which stay where they fit on this
+    machine; arguments and errors as for ``prepare``.
+    """
+    from so_tui.plan.planner import replan
+
+    plan = replan(with_absolute_paths(spec), usable_machine(machine))
     return launch_of(plan, machine, force=force)
 
 
@@ -352,9 +364,9 @@ def preview(spec: RunSpec, machine: Machine) -> tuple[Plan, Launch | None]:
         InputError: As for ``prepare``.
         Refused: CUDA_VISIBLE_DEVICES names MIG instances.
     """
-    from so_tui.plan.planner import make_plan
+    from so_tui.plan.planner import recommend
 
-    plan = make_plan(with_absolute_paths(spec), usable_machine(machine))
+    plan = recommend(with_absolute_paths(spec), usable_machine(machine))
     return plan, launch_of(plan, machine, force=not plan.fits) if plan.possible else None
 
 
@@ -367,13 +379,14 @@ def prepare_resume(
     start_over: bool = False,
     assume_dead: bool = False,
 ) -> Launch:
-    """Plan the next attempt of a run that has ended.
+    """Plan the next attempt of a run that has ended. What its first attempt chose stays, as far as
+    that fits on this machine.
 
     Args:
         run: The run to resume.
         machine: Where to resume it.
         values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are
-            resharded as they require.
+            resharded as they require. ``auto`` lets all be chosen again that no person set.
         force: Accept a plan that does not fit. A run that was forced once stays forced.
         start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not
             deleted.
@@ -420,8 +433,10 @@ def prepare_resume(
             "train",
             f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )
+    opened = any(value == "auto" and key in MACHINE_DECIDES for key, value in values.items())
+    plan_again = prepare if opened else prepare_again
     return replace(
-        prepare(spec, machine, force=force or before.forced),
+        plan_again(spec, machine, force=force or before.forced),
         changes=dict(values),
         start_over=start_over,
         assume_dead=assume_dead,

@@ -243,6 +243,14 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> Cores:
     return tuple((cpu,) for cpu in sorted(cpus))
 
 
+def physical_cores(machine: Machine) -> int:
+    """Return the number of cores on which this process may run ranks: of CPUs, where it is not
+    known which of them share one.
+    """
+    allowed = machine.allowed_cpus
+    return len(_cores(machine, allowed) if machine.smt_siblings else allowed)
+
+
 def by_core(machine: Machine, cpus: Sequence[int]) -> Cpus:
     """Return CPUs with the threads of a core side by side, so that a cut splits at most one
     core.

@@ -358,11 +358,23 @@ class Candidates:
     spec: RunSpec
     target: Target
 
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes to choose from. A fixed ratio is one of states in host memory."""
+        mode = self.spec.offload.mode
+        if mode != "auto" and self.spec.fixes("offload.mode"):
+            return (mode,)
+        return ("superoffload",) if self.spec.fixes("offload.ratio") else ("gpu", "superoffload")
+
     @cached_property
     def on_gpu(self) -> Assessment | None:
-        """Without offload; None where the bare states are larger than the GPUs, or weights are to
-        be in host memory.
+        """Without offload; None where that is not to be chosen, the bare states are larger than the
+        GPUs, or weights are to be in host memory.
         """
+        if self.modes[0] != "gpu":
+            return None
+        if len(self.modes) == 1:
+            return assess(in_mode(self.spec, "gpu"), self.target)
         supply = self.target.resources.supply
         states = STATE_BYTES * self.spec.model.parameter_count
         capacity = supply.gpu_bytes
@@ -374,11 +386,11 @@ class Candidates:
         return assess(in_mode(self.spec, "gpu"), self.target)
 
     @cached_property
-    def offloaded(self) -> Assessment:
-        """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1
-        when none does.
+    def offloaded(self) -> Assessment | None:
+        """States in host memory at the fixed ratio, else at the smallest that leaves the margin of
+        each GPU free; at ratio 1 when none does. None where that is not to be chosen.
         """
-        return self._at_smallest_ratio(GPU_MARGIN)
+        return None if self.modes == ("gpu",) else self._at_smallest_ratio(GPU_MARGIN)
 
     @cached_property
     def best(self) -> Assessment:
@@ -389,9 +401,13 @@ class Candidates:
         known, what takes the least of it.
         """
         if not self.target.resources.has_gpu:
-            return assess(in_mode_without_gpu(self.spec), self.target)
+            given = len(self.modes) == 1 and self.spec.offload.mode != "auto"
+            spec = self.spec if given else in_mode_without_gpu(self.spec)
+            return assess(spec, self.target)
+        if self.offloaded is None:
+            return assess(in_mode(self.spec, "gpu"), self.target)
         if self.target.resources.gpu_memory_unknown:
-            return self._whole
+            return self.offloaded
         if self.on_gpu is not None and self.on_gpu.verdict == "fits":
             return self.on_gpu
         if self.offloaded.verdict == "fits":
@@ -405,12 +421,14 @@ class Candidates:
         return self._offloading(1.0)
 
     def _offloading(self, ratio: float) -> Assessment:
-        return assess(in_mode(self.spec, "superoffload", ratio), self.target)
+        return assess(in_mode(self.spec, self.modes[-1], ratio), self.target)
 
     def _at_smallest_ratio(self, margin: float) -> Assessment:
-        """Return SuperOffload at the smallest ratio that leaves ``margin`` of each GPU free, else
-        at ratio 1.
+        """Return states in host memory at the fixed ratio, else at the smallest that leaves
+        ``margin`` of each GPU free, else at ratio 1.
         """
+        if self.spec.fixes("offload.ratio"):
+            return self._offloading(self.spec.offload.ratio)
         target, whole, supply = self.target, self._whole, self.target.resources.supply
         offload = whole.spec.offload  # whose mode is decided, and with it where states stay
         accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")

@@ -13,7 +13,7 @@ from so_tui.plan.notes import (
     ClippingWaits,
     FasterAttention,
     FasterOffload,
-    FasterStates,
+    FasterWithout,
     LargerSteps,
 )
 from so_tui.units import duration
@@ -21,8 +21,8 @@ from so_tui.units import duration
 if TYPE_CHECKING:
     from so_tui.plan.plan import Plan
 
-_FASTER = (FasterOffload, FasterAttention, LargerSteps, ClippingWaits, FasterStates)
-"""What would make steps faster, the least painful first."""
+_FASTER = (FasterWithout, FasterOffload, FasterAttention, LargerSteps, ClippingWaits)
+"""What would make steps faster, the least painful first. Compact moments are an option instead."""
 
 _PARTS = {
     "gpu": "work of the GPU",

@@ -93,6 +93,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
     "problems": lambda found: "; ".join(f"{each.message}. {each.remedy}" for each in found),
     "settings": lambda changes: " with ".join(map(_setting, changes)),
+    "keys": lambda pairs: ", ".join(_setting(Change(key, value, value)) for key, value in pairs),
 }
 """How a value is written, by the name behind its colon."""
 
@@ -261,6 +262,19 @@ class SequencesNotShareable(Fact):
         )
 
 
+class TooFewCores(Fact):
+    """A machine without GPUs has fewer cores than ranks are asked for."""
+
+    machine: str
+    asked: int
+    cores: int
+
+    words = (
+        "gpus = {asked}: without GPUs each rank takes a core, and so-tui may use {cores} of "
+        "{machine}. Ask for {cores:or_fewer}"
+    )
+
+
 class NotBindable(Fact):
     """The ranks cannot be bound to cores or GPUs."""
 
@@ -276,6 +290,7 @@ Blocker = (
     | TooFewGpus
     | NoSuchGpu
     | SequencesNotShareable
+    | TooFewCores
     | NotBindable
 )
 
@@ -478,25 +493,43 @@ class LeastGpuMemory(Fact):
     words = "ratio {ratio:.2f} takes the least of the GPU, whose memory is not known"
 
 
+class GpusChosen(Fact):
+    """Another number of GPUs than the preset's, with which nothing would leave the margin here."""
+
+    gpus: int
+    given: int
+
+    words = "{gpus:gpus}: the preset's {given} would not leave the margin on this machine"
+
+
+class StatesChosen(Fact):
+    """Compact moments: with fp32 moments no settings would leave the margin."""
+
+    states: StatesFormat
+
+    words = (
+        'offload.states = "{states}": with fp32 moments nothing would leave the margin; the price: '
+        "{states:price}"
+    )
+
+
+class SetByPerson(Fact):
+    """Keys that the machine would have decided."""
+
+    settings: tuple[tuple[str, Value], ...]
+
+    words = "as you set them: {settings:keys}"
+
+
 class SmallestRatio(Fact):
-    """The smallest ratio that leaves the margin, or at least fits; with what the given ratio would
-    be.
-    """
+    """The smallest ratio that leaves the margin, or at least fits."""
 
     ratio: float
     keeps_margin: bool
-    given_ratio: float | None = None
-    """Where it is worse than the chosen one."""
-    given_shortage: Shortage | None = None
-    given_step_s: float | None = None
-    step_s: float | None = None
 
     words = (
         "ratio {ratio:.2f} is the smallest that {keeps_margin:leaves a margin on each GPU|each GPU "
         "can hold} with this micro-batch and recomputation"
-        "[; the given {given_ratio:.2f} would not fit: {given_shortage.message}]"
-        "[; the given {given_ratio:.2f} would take {given_step_s:.2f} s a step instead of "
-        "{step_s:.2f} s]"
     )
 
 
@@ -881,7 +914,10 @@ class CheckpointInterval(Fact):
 
 
 Choice = (
-    ModeWithoutGpu
+    GpusChosen
+    | SetByPerson
+    | StatesChosen
+    | ModeWithoutGpu
     | AllOnGpu
     | NothingOffloaded
     | LeastGpuMemory
@@ -1023,7 +1059,7 @@ class ClippingWaits(Fact):
 
 
 class FasterOffload(Fact):
-    """A smaller ratio, or no offload, fits too and is faster."""
+    """A smaller ratio, or no offload, fits too and is faster. Only in older plans."""
 
     mode: Mode
     ratio: float
@@ -1038,9 +1074,35 @@ class FasterOffload(Fact):
         )
 
 
-class FasterStates(Fact):
-    """A smaller format of the moments makes steps faster: the host has memory for more second
-    states then. Losses differ slightly.
+class FasterWithout(Fact):
+    """Keys that a person set, without which faster settings would be chosen."""
+
+    changes: tuple[Change, ...]
+    """The keys, with what would be chosen."""
+    step_s: float
+    given_step_s: float
+
+    words = (
+        "slower by what you set: with {changes:settings} a step would take {step_s:.2f} s instead "
+        "of {given_step_s:.2f} s (predicted); the value `auto` leaves a key to so-tui"
+    )
+
+
+class SettingsReplaced(Fact):
+    """What was chosen again, because the run's own settings do not fit on its new machine."""
+
+    changes: tuple[Change, ...]
+    shortage: Shortage | None = None
+
+    words = (
+        "the settings so far do not fit on this machine[ ({shortage.message})]; changed for it: "
+        "{changes:settings}"
+    )
+
+
+class CompactStatesOption(Fact, tag="faster-states"):
+    """A smaller format of the moments, which leaves the host memory for more second states. It is
+    an option and not a faster way to train the same: losses differ slightly.
     """
 
     states: StatesFormat
@@ -1053,10 +1115,10 @@ class FasterStates(Fact):
     given_early_share: float
 
     words = (
-        'offload.states = "{states}" would take {step_s:.2f} s a step instead of '
-        "{given_step_s:.2f} s (predicted), since {early_share:.0%} of what is offloaded, not "
-        "{given_early_share:.0%}, is stepped before the gradient norm is known; its price: "
-        "{states:price}"
+        'an option that is never chosen where fp32 fits: offload.states = "{states}", whose '
+        "{states:price}; a step is predicted to take {step_s:.2f} s then, and {given_step_s:.2f} s "
+        "with these, since {early_share:.0%} of what is offloaded, not {given_early_share:.0%}, is "
+        "stepped before the gradient norm is known"
     )
 
 
@@ -1174,7 +1236,9 @@ Caution = (
     | DropoutOff
     | ClippingWaits
     | FasterOffload
-    | FasterStates
+    | FasterWithout
+    | SettingsReplaced
+    | CompactStatesOption
     | FasterAttention
     | PcieOffload
     | SlowWithoutGpu

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.types import Cpus, Machine
-from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage
+from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, SettingsReplaced, Shortage
 from so_tui.plan.rates import SpeedSource, StepError
 from so_tui.plan.terms import Location, MemoryTerm
 from so_tui.spec.run_spec import Mode, RunSpec
@@ -182,7 +182,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What the prediction of time rests on; None without one."""
     binding: Binding
     spec: RunSpec
-    """The spec as it will run: mode resolved, the host's indices filled in."""
+    """The spec as it will run, with nothing left to choose. Which GPUs a mere count takes is in the
+    binding.
+    """
 
     @property
     def on_gpus(self) -> bool:
@@ -202,6 +204,12 @@ class Plan(Struct, frozen=True, kw_only=True):
         if (error := self.step_error) is None:
             return ""
         return f" ±{error.share:.0%}" + ("" if error.checked else " or more")
+
+    @property
+    def replaced_texts(self) -> tuple[str, ...]:
+        """What of the settings of an earlier attempt did not fit here, in words."""
+        found = (warning for warning in self.warnings if isinstance(warning, SettingsReplaced))
+        return tuple(warning.message for warning in found)
 
     def largest_terms(self, location: Location) -> list[MemoryTerm]:
         """Return the terms of one location, largest first."""
@@ -237,7 +245,11 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     sequence_length: int
     cells: dict[int, Plan]
     """GPU count of each host (ranks on a machine without GPUs) -> the best plan there;
-    ``recommended`` marks at most one of them.
+    ``recommended`` marks at most one of them: what `so-tui run PRESET` starts.
+    """
+    fastest: int = 0
+    """The count with the most tokens per second in total; 0 where none fits or no speed is
+    known.
     """
     nodes: int = 1
     """Hosts."""

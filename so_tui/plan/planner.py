@@ -7,7 +7,9 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -15,13 +17,14 @@ from msgspec.structs import replace
 from so_tui.machine.types import Machine
 from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, profile_of
-from so_tui.plan.binding import whole_gpus
 from so_tui.plan.fit import Assessment, node_needs, target_of
 from so_tui.plan.measured import correcting, tells_computing
 from so_tui.plan.notes import (
     AttentionFallsBack,
     AutoCheckpointing,
     Choice,
+    FasterWithout,
+    GpusChosen,
     InputsOnHost,
     MemoryNeeded,
     MlpTiled,
@@ -29,17 +32,21 @@ from so_tui.plan.notes import (
     OneMemory,
     Remedy,
     SavesBehind,
+    SettingsReplaced,
     StepsEarly,
     TokensReached,
     WeightsOnHost,
 )
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
-from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
+from so_tui.plan.rates import Speed, SpeedSource, clearly_faster, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import as_read, attention_of, rank_counts
 from so_tui.plan.search import (
+    SEARCHED,
+    VERDICTS,
     best_settings,
+    changes_of,
     decided_settings,
     larger_steps,
     with_fitting_cores,
@@ -49,7 +56,14 @@ from so_tui.plan.step_time import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES
 from so_tui.plan.workload import Workload
 from so_tui.spec.errors import InputError
-from so_tui.spec.run_spec import Preset, RunSpec
+from so_tui.spec.run_spec import (
+    MACHINE_DECIDES,
+    MachineDecided,
+    ModelSpec,
+    OffloadSpec,
+    Preset,
+    RunSpec,
+)
 
 
 def make_plan(
@@ -79,39 +93,170 @@ def make_plan(
 
 
 def recommend(spec: RunSpec, machine: Machine) -> Plan:
-    """Return the fastest settings that fit on this machine with a margin, or simpler ones that are
-    about as fast, each with its reason.
+    """Return the plan of a spec with all that it leaves to the machine, each with its reason: the
+    fastest settings that fit with a margin, or simpler ones that are about as fast.
 
-    Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen.
-    Tokens of a step and sequence length stay.
+    What a person set (``RunSpec.fixed``) stays, and so do the sequences of a step on each rank and
+    their length. The number of GPUs is the spec's, or another with which it fits.
     """
-    wanted = as_read(spec, machine)
-    plan, chosen = _recommended(wanted, machine)
+    wanted = left_open(as_read(spec, machine))
+    plans = {
+        count: _Planned(_on_gpus(wanted, count), machine)
+        for count in _counts(wanted, rank_counts(machine))
+    }
+    found = plans[_fitting_count(wanted, plans)]
+    plan, chosen = found.plan, found.chosen
+    if plan.gpus != wanted.ranks and plan.verdict == "fits":
+        there = GpusChosen(gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host)
+        plan = replace(plan, reasons=(*plan.reasons, there))
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)
         if plan.verdict == "tight"
         else larger_steps(wanted, chosen)
     )
-    return replace(plan, warnings=(*plan.warnings, *advice))
+    slower = _slower_by_hand(wanted, chosen, machine)
+    return replace(plan, warnings=(*plan.warnings, *slower, *advice))
 
 
-def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
-    chosen, tried, _ = best_settings(wanted, target_of(wanted, machine))
-    chosen = with_fitting_cores(chosen)
-    reasons = tuple(choices(wanted, chosen, tried))
-    spec = chosen.spec if chosen.fits else wanted
-    plan = _plan(spec, chosen, reasons, searched=True)
-    return replace(plan, recommended=plan.verdict == "fits"), chosen
+def replan(spec: RunSpec, machine: Machine) -> Plan:
+    """Return the plan of settings that were chosen before, for the machine where they are to run
+    now. They stay where they fit; otherwise they are chosen again, for as many GPUs, and the plan
+    says which changed.
+    """
+    kept = make_plan(spec, machine)
+    if kept.fits:
+        return kept
+    again = recommend(replace(spec, fixed=_with_gpus(spec.fixed)), machine)
+    if not again.fits:
+        return kept
+    changes = changes_of(kept.spec, again.spec)
+    why = SettingsReplaced(changes=changes, shortage=kept.shortage)
+    here = replace(again.spec, fixed=spec.fixed)
+    return replace(again, spec=here, warnings=(why, *again.warnings))
+
+
+def left_open(spec: RunSpec) -> RunSpec:
+    """Return the spec as a search begins with it: what the machine decides is as if nobody had ever
+    said anything of it.
+    """
+    shared = spec.train.sequence_parallel
+    if shared > 1 and not spec.fixes("train.sequence_parallel"):
+        each, rest = divmod(spec.train.gradient_accumulation, shared)
+        if not rest:  # the sequences of a step stay
+            spec = spec.changed("train", sequence_parallel=1, gradient_accumulation=each)
+    published = spec.offload.config != "so-tui"  # of one mode only
+    for section, defaults in (("offload", OffloadSpec()), ("model", _MODEL)):
+        before, opened = getattr(spec, section), {}
+        for key in SEARCHED:
+            name = key.removeprefix(f"{section}.")
+            if name == key or spec.fixes(key) or (published and name == "mode"):
+                continue
+            if getattr(before, name) != getattr(defaults, name):
+                opened[name] = getattr(defaults, name)
+        if opened:
+            spec = spec.changed(section, **opened)
+    return spec
+
+
+_MODEL = ModelSpec(id="")
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The best settings for one number of GPUs, planned when they are asked for."""
+
+    wanted: RunSpec
+    machine: Machine
+
+    @cached_property
+    def chosen(self) -> Assessment:
+        return self._both[1]
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self._both[0]
+
+    @cached_property
+    def _both(self) -> tuple[Plan, Assessment]:
+        wanted = self.wanted
+        chosen, tried, _ = best_settings(wanted, target_of(wanted, self.machine))
+        chosen = with_fitting_cores(chosen)
+        reasons = tuple(choices(wanted, chosen, tried))
+        spec = chosen.spec if chosen.fits else wanted
+        searched = not set(SEARCHED).intersection(wanted.fixed)
+        plan = _plan(spec, chosen, reasons, searched=searched)
+        return replace(plan, recommended=plan.verdict == "fits"), chosen
+
+
+def _on_gpus(wanted: RunSpec, count: int) -> RunSpec:
+    """Return the spec for a number of GPUs; with its own indices where it names as many."""
+    return wanted if count == wanted.ranks_per_host else replace(wanted, gpus=count)
+
+
+def _counts(wanted: RunSpec, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of GPUs to choose from, in the order of preference: the spec's own, larger
+    ones ascending, smaller ones descending.
+    """
+    own, shared = wanted.ranks_per_host, wanted.train.sequence_parallel
+    if wanted.fixes("gpus"):
+        return (own,)
+    possible = [count for count in counts if count % shared == 0]
+    here = (own,) if own <= max(counts) else ()
+    larger = (count for count in possible if count > own)
+    smaller = (count for count in reversed(possible) if count < own)
+    return (*here, *larger, *smaller) or (own,)
+
+
+def _fitting_count(wanted: RunSpec, plans: Mapping[int, _Planned]) -> int:
+    """Return the first number of GPUs that leaves a margin, with fp32 moments if one does; else the
+    first that fits; else the largest.
+    """
+
+    def merit(count: int) -> tuple[int, bool]:
+        found = plans[count].chosen
+        return VERDICTS[
+            plans[count].plan.verdict
+        ], found.spec.offload.states != wanted.offload.states
+
+    best = None
+    for count in plans:
+        if (found := merit(count)) == (0, False):
+            return count
+        if best is None or found < best[0]:
+            best = found, count
+    assert best is not None
+    (order, _), count = best
+    return count if order < VERDICTS["does not fit"] else max(plans)
+
+
+def _slower_by_hand(
+    wanted: RunSpec, chosen: Assessment, machine: Machine
+) -> Iterator[FasterWithout]:
+    """Yield what a person set, and what would be chosen in its place, where that is faster."""
+    fixed = [key for key in SEARCHED if key in wanted.fixed]
+    if not fixed or not chosen.fits or not chosen.step:
+        return
+    rest = tuple(key for key in wanted.fixed if key not in fixed)
+    free = left_open(replace(chosen.spec, fixed=rest))
+    other = with_fitting_cores(best_settings(free, target_of(free, machine)).best)
+    changes = [each for each in changes_of(chosen.spec, other.spec) if each.key in fixed]
+    faster = other.verdict == "fits" and clearly_faster(other.rate, chosen.rate)
+    if changes and faster and other.step:
+        yield FasterWithout(
+            changes=tuple(changes),
+            step_s=chosen.step.total_s * chosen.rate / other.rate,
+            given_step_s=chosen.step.total_s,
+        )
 
 
 def plan_table(
     presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (), nodes: int = 1
 ) -> tuple[PlanRow, ...]:
-    """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``,
-    of each of ``nodes`` hosts.
+    """Return the plan of every preset on every GPU count, by default ``rank_counts``, of each of
+    ``nodes`` hosts.
 
-    In each row the count with the most tokens/s per GPU is marked, or the smallest of those that
-    are alike. Presets that cannot be planned (``unplannable``) are left out.
+    In each row the number of GPUs is marked that ``recommend`` chooses. Presets that cannot be
+    planned (``unplannable``) are left out.
     """
     counts = gpu_counts or rank_counts(machine)
     return tuple(
@@ -119,14 +264,6 @@ def plan_table(
         for preset in presets
         if not unplannable(preset.spec)
     )
-
-
-def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
-    """Return the plan that the table marks in the row of this spec; None where none fits with a
-    margin.
-    """
-    plans = _row(spec, machine, rank_counts(machine)).cells.values()
-    return next((plan for plan in plans if plan.recommended), None)
 
 
 def unplannable(spec: RunSpec) -> str:
@@ -141,24 +278,25 @@ def unplannable(spec: RunSpec) -> str:
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
-    """Plan a spec on each GPU count, and mark the one to recommend: of those that fit, most
-    tokens/s per GPU; the fewest where speeds are unknown or about alike.
-
-    A tight plan is never recommended: the margin covers the error of the estimates.
-    """
-    cells = {
-        count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False)
-        for count in gpu_counts
-    }
+    """Plan a spec on each GPU count. Those that differ from the marked one fix the number."""
+    wanted = left_open(as_read(spec, machine))
+    plans = {count: _Planned(_on_gpus(wanted, count), machine) for count in gpu_counts}
+    own = [count for count in _counts(wanted, gpu_counts) if count in plans]
+    marked = _fitting_count(wanted, {count: plans[count] for count in own}) if own else 0
+    cells = {}
+    for count, found in plans.items():
+        plan = found.plan
+        fixed = spec.fixed if count == marked else _with_gpus(spec.fixed)
+        cells[count] = replace(
+            plan,
+            recommended=plan.recommended and count == marked,
+            spec=replace(plan.spec, fixed=fixed),
+        )
     rates = {
-        count: (plan.useful_tokens_per_s_total or 0.0) / count
+        count: plan.useful_tokens_per_s_total or 0.0
         for count, plan in cells.items()
         if plan.verdict == "fits"
     }
-    if rates:
-        most = max(rates.values())
-        marked = min(count for count, found in rates.items() if about_as_fast(found, most))
-        cells[marked] = replace(cells[marked], recommended=True)
     parameters, profile = spec.model.parameter_count, profile_of(spec.model)
     idle = idle_parameters(profile.blocks, profile.architecture)
     return PlanRow(
@@ -168,8 +306,13 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         active_parameters=parameters - idle,
         sequence_length=spec.data.sequence_length,
         cells=cells,
+        fastest=max(rates, key=lambda count: rates[count]) if any(rates.values()) else 0,
         nodes=spec.nodes,
     )
+
+
+def _with_gpus(fixed: Sequence[MachineDecided]) -> tuple[MachineDecided, ...]:
+    return tuple(key for key in MACHINE_DECIDES if key == "gpus" or key in fixed)
 
 
 def _plan(
@@ -220,7 +363,7 @@ def _plan(
             *((*decided, *_settled(spec, found)) if fits else ()),
         ),
         remedies=proposed,
-        warnings=tuple(cautions(spec, found, searched=searched)),
+        warnings=tuple(cautions(spec, found)),
         shortage=found.worst,
         gpu_bytes=demand.gpu_bytes,
         gpu_reserved_bytes=sum(
@@ -247,7 +390,7 @@ def _plan(
         step_s=step.total_s if step else None,
         tokens_per_step=tokens,
         binding=resources.bindings(found.mode),
-        spec=_resolved(found),
+        spec=with_policy(found.spec, found.spec.model.policy),
         **predicted,
     )
 
@@ -331,15 +474,3 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     given = found.spec.offload.speculation_gib * 2**30
     numels = (group.numel for group in found.placement.layout.cpu_groups)
     return "budget" if 0 < given < second_states_bytes(found.spec) * min(numels) else "memory"
-
-
-def _resolved(found: Assessment) -> RunSpec:
-    """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left
-    to choose.
-    """
-    spec, resources = found.spec, found.target.resources
-    spec = with_policy(spec, spec.model.policy)
-    if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
-        return spec
-    whole = whole_gpus(resources.machine)[: spec.gpus]
-    return replace(spec, gpus=tuple(gpu.index for gpu in whole))

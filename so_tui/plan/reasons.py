@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
-from so_tui.plan.fit import Assessment, assess, best, in_mode
+from so_tui.plan.fit import Assessment, assess, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
     AdamCoresChosen,
@@ -21,15 +22,14 @@ from so_tui.plan.notes import (
     CheckpointingChosen,
     Choice,
     ClippingWaits,
+    CompactStatesOption,
     DataFound,
     DeepSpeedNvidiaOnly,
     Dropout,
     DropoutOff,
     EngineNeedsGpu,
     FasterAttention,
-    FasterOffload,
     FasterRatio,
-    FasterStates,
     GpuMemoryUnknown,
     IndexersUntrained,
     LeastGpuMemory,
@@ -46,13 +46,16 @@ from so_tui.plan.notes import (
     Preference,
     RemoteCode,
     SequencesShared,
+    SetByPerson,
     SlowWithoutGpu,
     SmallestRatio,
     SpeedUnknown,
+    StatesChosen,
+    Value,
 )
 from so_tui.plan.rates import about_as_fast, surely_faster
 from so_tui.plan.resources import Resources, attention_of, not_shareable
-from so_tui.plan.search import compact_states, with_micro_batch, with_policy
+from so_tui.plan.search import SEARCHED, compact_states, with_micro_batch, with_policy
 from so_tui.plan.workload import seen
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.model_table import dropouts, layer_kinds, mixing_kinds
@@ -90,10 +93,15 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
         return
     if resources.problem:
         return
+    if kept := _kept(chosen):
+        yield SetByPerson(settings=kept)
+    if spec.offload.states != given.offload.states:
+        yield StatesChosen(states=spec.offload.states)
     mine = _settings(chosen)
     smallest = next((found for found in tried if _settings(found) == mine), chosen)
-    yield _larger_ratio(chosen, smallest) or _offload_choice(given, chosen)
-    if resources.speed is not None:
+    if not spec.fixes("offload.ratio", "offload.mode"):
+        yield _larger_ratio(chosen, smallest) or _offload_choice(chosen)
+    if resources.speed is not None and not spec.fixes("model.activation_checkpointing"):
         yield _checkpointing_choice(chosen)
     if spec.train.micro_batch != given.train.micro_batch:
         yield _micro_batch_choice(given, chosen)
@@ -142,24 +150,21 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
     )
 
 
-def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
-    ratio, given_ratio = chosen.spec.offload.ratio, given.offload.ratio
+def _kept(chosen: Assessment) -> tuple[tuple[str, Value], ...]:
+    """Return what a person set of that on which memory and speed depend, with its values."""
+    kept = (key for key in chosen.spec.fixed if key in SEARCHED)
+    return tuple((key, attrgetter(key)(chosen.spec)) for key in kept)
+
+
+def _offload_choice(chosen: Assessment) -> Choice:
+    ratio = chosen.spec.offload.ratio
     if chosen.mode == "gpu":
         return AllOnGpu()
     if not ratio:
         return NothingOffloaded()
     if chosen.target.resources.gpu_memory_unknown:
         return LeastGpuMemory(ratio=ratio)
-    plain = SmallestRatio(ratio=ratio, keeps_margin=chosen.verdict == "fits")
-    if ratio == given_ratio:
-        return plain
-    as_given = assess(in_mode(chosen.spec, "superoffload", given_ratio), chosen.target)
-    if not as_given.fits:
-        return replace(plain, given_ratio=given_ratio, given_shortage=as_given.worst)
-    step, before = chosen.step, as_given.step
-    if not before or not step or before.total_s < step.total_s:
-        return plain
-    return replace(plain, given_ratio=given_ratio, given_step_s=before.total_s, step_s=step.total_s)
+    return SmallestRatio(ratio=ratio, keeps_margin=chosen.verdict == "fits")
 
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
@@ -249,17 +254,14 @@ _SLOW_LINK_BYTES_PER_S = 100e9
 _SLOW_ON_CPU = 1_000_000_000
 _NOTICEABLE_ATTENTION = 0.1
 """Share of a step that a package is worth installing for."""
-_NOTICEABLE = 0.03
-"""Share of a step that a smaller ratio must save to be mentioned."""
 
 
-def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Caution]:
+def cautions(spec: RunSpec, found: Assessment) -> Iterator[Caution]:
     """Yield what runs others' code, costs time or cannot be foreseen.
 
     Args:
         spec: As the user gave it.
         found: The spec with its mode decided, assessed.
-        searched: Whether it is the fastest that a search found.
     """
     target, resources, offload = found.target, found.target.resources, found.spec.offload
     model, length = spec.model, spec.data.sequence_length
@@ -287,12 +289,10 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
         waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
         yield ClippingWaits(seconds=waits)
     if offload.mode != "gpu" and resources.has_gpu:
-        if not searched:
-            yield from _needless_offload(found)
         speed = resources.speed
         if offload.ratio and speed and speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield PcieOffload()
-    yield from _faster_states(found)
+    yield from _compact_option(found)
     yield from _faster_attention(found)
     if resources.gpu_memory_unknown:
         yield GpuMemoryUnknown()
@@ -310,7 +310,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Ca
     yield from (Note(text=note) for note in resources.machine.notes)
 
 
-def _faster_states(found: Assessment) -> Iterator[FasterStates]:
+def _compact_option(found: Assessment) -> Iterator[CompactStatesOption]:
     """Yield the most exact smaller format of the moments that is about as fast as the fastest,
     where that makes steps much faster.
 
@@ -329,7 +329,7 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     for other in fitting:
         fast = about_as_fast(other.rate, fastest) and surely_faster(other.rate, found.rate)
         if fast and other.step:
-            yield FasterStates(
+            yield CompactStatesOption(
                 states=other.spec.offload.states,
                 step_s=other.step.total_s,
                 given_step_s=step.total_s,
@@ -353,20 +353,4 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(
             backend=missing, used=chosen.backend, step_s=other.total_s, given_step_s=step.total_s
-        )
-
-
-def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
-    """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU
-    has memory.
-    """
-    smaller, step = best(found.spec, found.target), found.step
-    if not found.fits or smaller.verdict != "fits":
-        return
-    if step and smaller.step and step.total_s - smaller.step.total_s > _NOTICEABLE * step.total_s:
-        yield FasterOffload(
-            mode=smaller.mode,
-            ratio=smaller.spec.offload.ratio,
-            step_s=smaller.step.total_s,
-            given_step_s=step.total_s,
         )

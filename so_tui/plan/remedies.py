@@ -77,7 +77,10 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
 
 
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
-    """Return the keys to change with which it fits on the same GPUs."""
+    """Return the keys to change with which it fits on the same GPUs, those that a person set
+    included.
+    """
+    spec = msgspec.structs.replace(spec, fixed=())
     for alternative in less_speculation(spec, "auto"):
         if assess(alternative, target).fits:
             return FitsHere(changes=changes_of(spec, alternative))

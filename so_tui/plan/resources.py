@@ -12,9 +12,16 @@ from so_tui.machine.host import distance
 from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
 from so_tui.model.shape import Architecture
-from so_tui.plan.binding import Gpus, bind_ranks, chosen_gpus, whole_gpus
+from so_tui.plan.binding import Gpus, bind_ranks, chosen_gpus, physical_cores, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
-from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
+from so_tui.plan.notes import (
+    Blocker,
+    NoSuchGpu,
+    NotBindable,
+    SequencesNotShareable,
+    TooFewCores,
+    TooFewGpus,
+)
 from so_tui.plan.plan import Binding
 from so_tui.plan.rates import Speed, assumed_network
 from so_tui.spec.attention import (
@@ -103,7 +110,7 @@ def rank_counts(machine: Machine) -> tuple[int, ...]:
     """Return the GPU counts worth planning for: 1, 2, 4, ... and all of them; ranks on a machine
     without GPUs.
     """
-    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
+    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, physical_cores(machine)))
     doubled = tuple(2**power for power in range(most.bit_length()))
     return doubled if doubled[-1] == most else (*doubled, most)
 
@@ -164,6 +171,9 @@ def _bound(
     if machine.gpus and missing:
         first = missing[0]
         return NoSuchGpu(machine=name, asked=asked, missing=first, present=whole, split=split), ()
+    ranks = gpus if isinstance(gpus, int) else len(gpus)
+    if not machine.gpus and 0 < (cores := physical_cores(machine)) < ranks:
+        return TooFewCores(machine=name, asked=ranks, cores=cores), ()
     try:
         return None, bind_ranks(machine, gpus, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
     except InputError as error:

@@ -39,7 +39,7 @@ from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
 from so_tui.plan.step_time import can_speculate
 from so_tui.plan.workload import MICRO_BATCHES
-from so_tui.spec.run_spec import ModelSpec, Policy, RunSpec, StatesFormat
+from so_tui.spec.run_spec import MACHINE_DECIDES, SPLIT, ModelSpec, Policy, RunSpec, StatesFormat
 
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
@@ -69,6 +69,10 @@ _KEYS = (
     "data.sequence_length",
 )
 """What alternatives change, in the order in which changes are named."""
+SEARCHED = tuple(
+    key for key in MACHINE_DECIDES if key != "gpus" and not key.startswith("checkpoint.")
+)
+"""What the search decides, unless a person set it."""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
@@ -133,9 +137,11 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
     """Return the micro-batches, ascending, that split the same step (nearly, where it is a target)
-    into whole micro-batches.
+    into whole micro-batches; the given one where the split is fixed.
     """
     train = spec.train
+    if spec.fixes(*SPLIT):
+        return (train.micro_batch,)
     sequences = train.micro_batch * spec.gradient_accumulation_steps
     if train.tokens_per_step:
         most = train.tokens_per_step / (spec.data.sequence_length * spec.replicas)
@@ -282,6 +288,8 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
     least = chosen.spec.offload.ratio
     if chosen.mode != "superoffload" or chosen.verdict != "fits" or chosen.step is None:
         return chosen
+    if given.fixes("offload.ratio"):
+        return chosen
     larger = [ratio for ratio in RATIOS if ratio > least]
     known, seconds = {least: chosen}, {least: _expected_s(chosen)}
 
@@ -320,7 +328,8 @@ def _expected_s(found: Assessment) -> float:
 
 
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
-_ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
+VERDICTS: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
+"""Better ones first."""
 _LONG_WAIT = 0.3
 """Share of a step that waits for the optimizer, from which larger steps are tried."""
 _LARGER = 4
@@ -347,9 +356,30 @@ def best_settings(spec: RunSpec, target: Target) -> _Found:
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the
     most tokens per second. Of settings that are about as fast as the fastest, the simplest and
-    safest are the best.
+    safest are the best. What the spec fixes stays. The moments are compact only where nothing fits
+    with fp32.
     """
+    found = _best_in_format(spec, target)
+    short_of_host = any(shortage.pool != "gpu" for shortage in found.best.shortages)
+    if found.best.verdict == "fits" or spec.fixes("offload.states") or not short_of_host:
+        return found
+    formats = list(compact_states(spec))
+    if not formats:
+        return found
+    # What does not help in the smallest format helps in none.
+    least = _best_in_format(formats.pop(), target)
+    if _order(least) < _order(found):
+        larger = (_best_in_format(each, target) for each in formats)
+        found = min((*larger, least), key=_order)
+    return found
+
+
+def _best_in_format(spec: RunSpec, target: Target) -> _Found:
+    """Return the best settings with the moments in the given format."""
     found = _with_savings(_best_of_variants, spec, target)
+    split = spec.fixes(*SPLIT) and not spec.train.tokens_per_step
+    if split or spec.fixes("train.sequence_parallel"):
+        return found
     for shared in more_sharing(spec):
         if found.best.verdict == "fits" or not_shareable(shared, target.resources):
             break
@@ -363,7 +393,7 @@ def decided_settings(spec: RunSpec, target: Target) -> _Found:
 
 
 def _order(found: _Found) -> int:
-    return _ORDER[found.best.verdict]
+    return VERDICTS[found.best.verdict]
 
 
 def _with_savings(search: Search, spec: RunSpec, target: Target) -> _Found:
@@ -435,7 +465,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
 
 def _merit(found: Assessment) -> tuple[int, float]:
     """Return the key by which the best settings come first."""
-    return _ORDER[found.verdict], -found.rate
+    return VERDICTS[found.verdict], -found.rate
 
 
 def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
@@ -454,7 +484,9 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     ]
     nothing_fits = not any(found.fits for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
-        tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
+        tried = sorted(
+            [best(spec, target), *least_memory], key=lambda found: VERDICTS[found.verdict]
+        )
         return _Found(tried[0], tuple(tried))
     tried = []
     for policy in policies(spec, target):
@@ -465,6 +497,8 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
                 if on_gpu.verdict == "fits":
                     continue
             offloaded = variant(policy, size).offloaded
+            if offloaded is None:
+                continue
             tried.append(offloaded)
             if any(short.fatal and short.pool == "gpu" for short in offloaded.shortages):
                 break  # nor would a larger micro-batch
@@ -507,6 +541,8 @@ def with_fitting_cores(chosen: Assessment) -> Assessment:
     spec, offload, target = chosen.spec, chosen.spec.offload, chosen.target
     if chosen.mode != "superoffload" or not offload.ratio:
         return chosen
+    if spec.fixes("offload.cpu_adam_cores_fraction"):
+        return chosen
     if target.resources.speed is None or target.resources.problem:
         return chosen
     fractions = sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction})
@@ -523,8 +559,7 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
     fastest ratio.
 
     What does not offload comes first, then what keeps the given micro-batch, then what leaves twice
-    the margin of each GPU (what offloads leaves as much as its ratio), then the fastest. The format
-    of the states is always the given one.
+    the margin of each GPU (what offloads leaves as much as its ratio), then the fastest.
     """
     fastest = at_fastest_ratio(spec, tried[0])
 
@@ -546,13 +581,13 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It
     changes training, so the user decides.
     """
-    step, key = chosen.step, "gradient_accumulation"
+    step = chosen.step
     if chosen.verdict != "fits" or not step or step.exposed_optimizer_s < _LONG_WAIT * step.total_s:
         return
-    if given.train.tokens_per_step:
-        key = "tokens_per_step"
-    value = _LARGER * getattr(given.train, key)
-    larger = best_settings(given.changed("train", **{key: value}), chosen.target).best
+    now = given.replicas * given.train.micro_batch * given.gradient_accumulation_steps
+    value = given.train.tokens_per_step or now * given.data.sequence_length
+    wanted = given.changed("train", tokens_per_step=_LARGER * value, gradient_accumulation=1)
+    larger = best_settings(wanted, chosen.target).best
     if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
     accumulated = larger.spec.gradient_accumulation_steps
@@ -562,7 +597,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         exposed_optimizer_s=step.exposed_optimizer_s,
         times=_LARGER,
         tokens=given.data.sequence_length * sequences,
-        key=f"train.{key}",
-        value=larger.spec.train.tokens_per_step or value,
+        key="train.tokens_per_step",
+        value=_LARGER * value,
         faster=larger.rate / chosen.rate,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,15 +15,16 @@ from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine, facts_of
-from so_tui.plan.binding import Gpus, deepspeed_text
+from so_tui.plan.binding import deepspeed_text
 from so_tui.plan.gist import faster_than, limit_of, other_cautions, spare_bytes
 from so_tui.plan.notes import MemoryNeeded, MemoryPool, Reason, Shortage
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
+from so_tui.plan.search import SEARCHED
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.trust.text import printable_line
 from so_tui.units import disk_size, memory_size, memory_unit, plural, thousands
 
 # What a prediction of time rests on, in words.
@@ -78,12 +79,12 @@ def _workload_text(workload: Workload | None) -> str:
     return f"{documents}, as measured on this data"
 
 
-# What commands give of a plan: plain values for JSON, and the command that runs it.
+# What commands give of a plan: plain values for JSON.
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
     """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
-    rows = [plan_tree(plan) | {"settings": settings_of(plan.spec)} for plan in plans]
+    rows = [plan_tree(plan) | {"settings": _settings_of(plan.spec)} for plan in plans]
     for row in rows:
         del row["spec"]
     return {"plans": rows}
@@ -117,50 +118,10 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     return row
 
 
-_SETTINGS = (
-    "offload.mode",
-    "offload.ratio",
-    "offload.cpu_adam_cores_fraction",
-    "offload.parameters",
-    "model.activation_checkpointing",
-    "model.activation_offload",
-    "model.tiled_mlp",
-    "train.micro_batch",
-    "train.sequence_parallel",
-)
-
-
-def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
+def _settings_of(spec: RunSpec) -> dict[str, str | int | float]:
     """Return what a plan chooses, by the keys that set it."""
-    settings = {key: attrgetter(key)(spec) for key in _SETTINGS}
+    settings: dict[str, str | int | float] = {key: attrgetter(key)(spec) for key in SEARCHED}
     return settings | {"train.gradient_accumulation": spec.gradient_accumulation_steps}
-
-
-def command_of(
-    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str]
-) -> str:
-    """Return the command that runs a plan, quoted for a shell.
-
-    Args:
-        plan: With settings that need not be those of the preset.
-        given: The preset's spec.
-        preset: Its name.
-        gpus: As the user named them: a mere count may be other GPUs by the time it runs.
-        changes: Other keys that the user set.
-    """
-    before, after = settings_of(given), settings_of(plan.spec)
-    if plan.spec.train.tokens_per_step:
-        del after["train.gradient_accumulation"]  # follows from the target
-    if plan.mode == "gpu":
-        del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
-    wanted = str(gpus)
-    if not isinstance(gpus, int):
-        wanted = ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
-    options = [] if gpus == given.gpus else ["--gpus", wanted]
-    chosen = {key: value for key, value in after.items() if before[key] != value}
-    for key, value in {**chosen, **changes}.items():
-        options += ["--set", f"{key}={value}"]
-    return so_tui_command("run", preset, *options)
 
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {
@@ -252,10 +213,15 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if not plan.fits:
         return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
+    mark = "*" if _compact(plan) else " "
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
     rate = _rate(tokens)
-    return text.append(f" {rate.removesuffix('/s'):>5}" if compact else f" {rate:>7}")
+    return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>7}")
+
+
+def _compact(plan: Plan) -> bool:
+    return plan.mode != "gpu" and plan.spec.offload.states != "fp32"
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
@@ -450,10 +416,12 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
     text.append(
-        "★ recommended"
+        "★ what so-tui run starts"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
+    if any(plan.fits and _compact(plan) for row in rows for plan in row.cells.values()):
+        text.append("\n0.40*: with compact moments, because it does not fit with fp32 moments")
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
             f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "

@@ -17,7 +17,7 @@ import msgspec
 from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, section_of
 from so_tui.spec.errors import InputError, Problem, nearest, shown
 from so_tui.spec.keys import FieldInfo, field_index
-from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
+from so_tui.spec.run_spec import MACHINE_DECIDES, SPLIT, DataSpec, ModelSpec, RunSpec
 from so_tui.trust.decoding import Tree, decode_toml
 
 _FREE_TABLE = "model.config."
@@ -26,6 +26,12 @@ _SEPARATOR = re.compile("[,_ \u00a0\u2009\u202f]")
 _GROUPED = re.compile(rf"[+-]?\d{{1,3}}({_SEPARATOR.pattern})\d{{3}}(\1\d{{3}})*(\.\d+)?", re.ASCII)
 """Numbers with their thousands grouped, by one kind of separator: the first group says which."""
 _OF_A_SOURCE = ("subset", "split", "format")
+_AUTO = "auto"
+"""The value that leaves a key to the machine."""
+_WANTED = ("gpus", *SPLIT)
+"""Keys that say what is wanted even where the machine decides: a number of GPUs to begin with, and
+the sequences of a step.
+"""
 
 
 def of_a_source(data_format: object) -> tuple[str, ...]:
@@ -58,10 +64,12 @@ def complete_tree(spec: RunSpec) -> Tree:
 def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec with some values changed, as ``--set`` does.
 
-    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with
-    ``gradient_accumulation`` and ``tokens_per_step``. Changing ``model.config`` drops the parameter
-    table, which describes the previous architecture, and changing ``data.source`` what describes
-    the previous source: subset, split and format (but ``alpaca-deepspeed`` stays).
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two, and
+    ``benchmark.measured_steps``; so it is with ``gradient_accumulation`` and ``tokens_per_step``.
+    Changing ``model.config`` drops the parameter table, which describes the previous architecture,
+    and changing ``data.source`` what describes the previous source: subset, split and format (but
+    ``alpaca-deepspeed`` stays). What the machine decides is fixed by a value, and left to it again
+    by ``auto``.
 
     Args:
         spec: The spec to change.
@@ -91,7 +99,7 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         for name in sections:
             section = section.setdefault(name, {})
         section[key] = parse_value(text, field_index().get(path))
-    tree = merged(complete_tree(spec), changes)
+    tree = set_over(complete_tree(spec), changes)
     if problems:
         raise InputError([*problems, *problems_in(tree)])
     return check_tree(tree)
@@ -124,6 +132,9 @@ def merged(base: Tree, changes: Tree) -> Tree:
         if sum(bool(changed.get(key)) for key in alternatives) == 1:
             for key in set(alternatives) - set(changed):
                 tree["train"].pop(key, None)
+    measured = "measured_steps" in section_of(changes, "benchmark")
+    if any(changed.get(key) for key in LENGTHS) and not measured:
+        section_of(tree, "benchmark").pop("measured_steps", None)
     described = section_of(changes, "data")
     if "source" in described and described["source"] != section_of(base, "data").get("source"):
         former = section_of(base, "data").get("format")
@@ -134,6 +145,40 @@ def merged(base: Tree, changes: Tree) -> Tree:
     if "config" in model and "parameters" not in model and old != new:
         tree["model"].pop("parameters", None)
     return tree
+
+
+def set_over(base: Tree, changes: Tree) -> Tree:
+    """Return ``base`` with what a person changed, as ``merged``, and with the keys that are fixed
+    then: those that the machine would decide, and that have a value other than ``auto``.
+    """
+    asked = changes.get("fixed", base.get("fixed", ()))
+    if not isinstance(asked, list | tuple) or not all(isinstance(key, str) for key in asked):
+        return merged(base, changes)  # ``check_tree`` says what is wrong
+    values = {
+        key: value for key in MACHINE_DECIDES if (value := value_at(changes, key)) is not None
+    }
+    opened = {key for key, value in values.items() if value == _AUTO}
+    released = {*opened, *(SPLIT if opened.intersection(SPLIT) else ())}
+    if section_of(changes, "train").get("tokens_per_step"):
+        released.add("train.gradient_accumulation")  # follows from it
+    fixed = {*asked} - released | (values.keys() - opened)
+    changes = _overlaid(changes, {})
+    for key in opened:
+        section, _, name = key.rpartition(".")
+        there = changes[section] if section else changes
+        if key in _WANTED:
+            del there[name]
+        else:
+            there[name] = field_index()[key].default
+    unknown = [key for key in asked if key not in MACHINE_DECIDES]
+    known = [key for key in MACHINE_DECIDES if key in fixed]
+    return merged(base, changes) | {"fixed": [*known, *unknown]}
+
+
+def value_at(tree: Tree, path: str) -> Any:
+    """Return the value of a dotted key of one or two parts; None where it does not stand."""
+    section, _, name = path.rpartition(".")
+    return (section_of(tree, section) if section else tree).get(name)
 
 
 def differences(tree: Tree, base: Tree) -> Tree:

@@ -40,9 +40,9 @@ from so_tui.spec.errors import (
     shown,
     some,
 )
-from so_tui.spec.merge import complete_tree, differences, merged, spec_tree
+from so_tui.spec.merge import complete_tree, differences, merged, set_over, spec_tree, value_at
 from so_tui.spec.model_table import table_text
-from so_tui.spec.run_spec import DataSource, Preset, RunSpec
+from so_tui.spec.run_spec import MACHINE_DECIDES, DataSource, Preset, RunSpec
 from so_tui.trust.decoding import TooDeepError, Tree, decode_toml
 from so_tui.trust.files import UnfitFileError, read_judged
 from so_tui.trust.text import quoted
@@ -66,6 +66,7 @@ def as_published(spec: RunSpec) -> RunSpec:
     on all GPUs together, with HF's own kernels, and never read their arguments for learning rate,
     warm-up and weight decay. Their rows are plain text, filled up to the sequence length, and all
     of that is trained. Model, source of the data, length of the run and number of GPUs stay.
+    Nothing is left to the machine.
 
     Raises:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
@@ -117,6 +118,7 @@ def as_published(spec: RunSpec) -> RunSpec:
         spec,
         name=f"{spec.name}-as-published",
         title=f"{spec.label}, as published",
+        fixed=MACHINE_DECIDES,
         offload=offload,
         train=train,
         model=replace(
@@ -486,9 +488,9 @@ def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
         known = load_catalog().presets if "extends" in source.tree else {}
         return _preset(
             source,
-            {
+            {  # complete, and with what they fix, as built-in ones are
                 name: _Source(
-                    name, preset.path, preset.origin, complete_tree(preset.spec), preset.problems
+                    name, preset.path, "built-in", complete_tree(preset.spec), preset.problems
                 )
                 for name, preset in known.items()
             },
@@ -609,7 +611,7 @@ def create_preset(spec: RunSpec) -> Path:
     older = load_catalog().presets.get(spec.name)
     if taken := older.path if older else str(path) if exists(path) else "":
         raise _name_taken(spec.name, taken)
-    own = spec_tree(spec.changed("model", parameters=()))
+    own = _whole_tree(spec.changed("model", parameters=()))
     return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", overwrite=False)
 
 
@@ -628,19 +630,42 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
     Raises InputError for an unknown base.
     """
     if base is None:
-        return spec_tree(spec)
+        return _whole_tree(spec)
     if base not in presets:
         raise _unknown_preset("extends", base, presets)
     above = presets[base].spec
     if spec.title == above.title:
         spec = replace(spec, title="")
     below = complete_tree(replace(above, title=""))
-    changes = differences(complete_tree(spec), below)
+    tree = complete_tree(spec)
+    changes = differences(tree, below)
+    changes.pop("fixed", None)
+    for key in MACHINE_DECIDES:
+        if key in spec.fixed:
+            _put(changes, key, value_at(tree, key))
+        elif key in above.fixed:
+            _put(changes, key, "auto")
     if (
-        check_tree(merged(below, changes)) != spec
+        check_tree(set_over(below, changes)) != spec
     ):  # a key of the architecture was removed, which differences cannot express
-        return spec_tree(spec)
+        return _whole_tree(spec)
     return {"extends": base, **changes}
+
+
+def _whole_tree(spec: RunSpec) -> Tree:
+    """Return a complete preset: what a person set stands in it, a number of GPUs only then."""
+    complete, tree = complete_tree(spec), spec_tree(spec)
+    tree.pop("fixed", None)
+    if "gpus" not in spec.fixed:
+        tree.pop("gpus", None)
+    for key in spec.fixed:
+        _put(tree, key, value_at(complete, key))
+    return tree
+
+
+def _put(tree: Tree, path: str, value: object) -> None:
+    section, _, name = path.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[name] = value
 
 
 def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
@@ -663,8 +688,9 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
         InputError: If a base is unknown or the chain of bases is circular.
     """
     tree = {key: value for key, value in source.tree.items() if key != "extends"}
+    lay = merged if source.origin == "built-in" else set_over
     if "extends" not in source.tree:
-        return tree
+        return lay({}, tree)
     base = str(source.tree["extends"])
     if base not in sources:
         raise _unknown_preset("extends", base, sources, source.path)
@@ -679,7 +705,7 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
             file=source.path,
         )
     below = _extended(sources[base], sources, (*seen, base))
-    return merged({key: value for key, value in below.items() if key != "title"}, tree)
+    return lay({key: value for key, value in below.items() if key != "title"}, tree)
 
 
 def _order(preset: Preset) -> tuple[object, ...]:

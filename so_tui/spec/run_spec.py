@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -904,6 +904,29 @@ class TrainSpec(_Section, frozen=True):
 # the machine.
 
 
+MachineDecided = Literal[
+    "gpus",
+    "offload.mode",
+    "offload.ratio",
+    "offload.cpu_adam_cores_fraction",
+    "offload.states",
+    "offload.speculation",
+    "offload.parameters",
+    "model.activation_checkpointing",
+    "model.activation_offload",
+    "model.tiled_mlp",
+    "train.micro_batch",
+    "train.gradient_accumulation",
+    "train.sequence_parallel",
+    "checkpoint.every_minutes",
+    "checkpoint.keep",
+]
+MACHINE_DECIDES: tuple[MachineDecided, ...] = get_args(MachineDecided)
+"""Keys that are chosen for the machine, unless a person set them."""
+SPLIT: tuple[MachineDecided, ...] = ("train.micro_batch", "train.gradient_accumulation")
+"""How the sequences of a step are divided: setting one of them fixes both."""
+
+
 class RunSpec(_Section, frozen=True, kw_only=True):
     """What to train and how, independent of the machine."""
 
@@ -936,6 +959,16 @@ class RunSpec(_Section, frozen=True, kw_only=True):
             ),
         ),
     ] = 1
+    fixed: Annotated[
+        tuple[MachineDecided, ...],
+        Meta(
+            description=(
+                "Keys that stay as they are, of those that are otherwise chosen for the machine. "
+                "Those that stand in your own preset, in `--set` or in an option count without "
+                "being named here; the value `auto` leaves one to the machine again."
+            )
+        ),
+    ] = ()
     model: ModelSpec
     data: DataSpec
     train: TrainSpec = TrainSpec()
@@ -949,6 +982,10 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     def changed(self, section: str, **values: Any) -> RunSpec:
         """Return the spec with other values of one section."""
         return replace(self, **{section: replace(getattr(self, section), **values)})
+
+    def fixes(self, *keys: MachineDecided) -> bool:
+        """Return whether a person set one of these keys."""
+        return not set(keys).isdisjoint(self.fixed)
 
     @property
     def ranks_per_host(self) -> int:

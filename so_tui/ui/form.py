@@ -24,6 +24,7 @@ from so_tui.spec import (
     parse_value,
     with_values,
 )
+from so_tui.spec.run_spec import MACHINE_DECIDES, SPLIT
 from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ Texts = dict[str, str]
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
+AUTO = "auto"
+"""What is typed to leave a field to the machine."""
 SLURM = "Slurm"
 """The group that only a host with Slurm shows."""
 
@@ -53,8 +56,8 @@ class _Fields(Struct):
 _FIELDS = toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Fields)
 GROUPS = tuple(_FIELDS.groups.items())
 HINTS = _FIELDS.hints
-_NOT_IN_FORM = ("name", "title")
-"""They identify a preset and configure nothing."""
+_NOT_IN_FORM = ("name", "title", "fixed")
+"""They identify a preset, or follow from what is edited."""
 
 
 def label(path: str) -> str:
@@ -173,64 +176,117 @@ def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
 
 @dataclass
 class Draft:
-    """A preset with the edits that the user and a recommendation have made. The screen that shows
-    it is the only one to change it.
+    """A preset with the user's edits, and what was chosen for the machine beside them. The screen
+    that shows it is the only one to change it.
     """
 
     base: RunSpec
     """The preset as it is saved."""
     edits: Texts = field(default_factory=dict)
-    recommended: Texts = field(default_factory=dict)
-    """The part of the edits that a recommendation filled in. It need not be saved: choosing the
-    preset again brings it back.
+    """What the user changed. Of what the machine decides, an edit fixes a value; ``auto`` leaves
+    one to it that the preset fixes.
     """
+    resolved: RunSpec | None = None
+    """The spec of the newest plan, with all that was chosen."""
     machine: str = ""
-    """The machine that the recommendation is for, in words. It can differ from the one that is
-    planned for now.
-    """
+    """The machine that it was chosen for, in words."""
     base_values: Texts = field(init=False)
 
     def __post_init__(self) -> None:
         self.base_values = values_of(self.base)
 
     @property
+    def spec(self) -> RunSpec:
+        """What a plan is made of: the preset with the edits. Raises InputError."""
+        return with_values(self.base, self.edits)
+
+    @property
+    def chosen(self) -> Texts:
+        """What was chosen for the machine, by path: every field that it decides and nobody has
+        fixed.
+        """
+        if self.resolved is None:
+            return {}
+        values = values_of(self.resolved)
+        return {path: values[path] for path in MACHINE_DECIDES if not self.is_fixed(path)}
+
+    @property
     def values(self) -> Texts:
-        """Every field as text, edited or not."""
-        return {**self.base_values, **self.edits}
+        """Every field as text: as edited, else as chosen, else as the preset says."""
+        typed = {path: text for path, text in self.edits.items() if text != AUTO}
+        return {**self.base_values, **self.chosen, **typed}
 
     @property
     def changes(self) -> list[str]:
-        """The fields that the user changed: those in which the edits differ from what a
-        recommendation filled in.
-        """
-        edits, recommended = self.edits, self.recommended
-        # A field of one of them only differs: the other has the preset's value.
-        same = {
-            path
-            for path in edits.keys() & recommended.keys()
-            if _same_value(path, edits[path], recommended[path])
-        }
-        return [path for path in {**edits, **recommended} if path not in same]
+        """The fields that the user changed."""
+        return list(self.edits)
 
-    def recommend(self, wanted: RunSpec, machine: str) -> None:
-        """Lay a recommendation for ``machine`` over the edits, in place of an earlier one."""
-        typed = {path: self.edits[path] for path in self.changes if path in self.edits}
-        self.recommended = {
-            path: text
-            for path, text in values_of(wanted).items()
-            if text != self.base_values[path] and path not in _NOT_IN_FORM
-        }
-        self.edits, self.machine = typed | self.recommended, machine
+    def is_fixed(self, path: str) -> bool:
+        """Return whether a field that the machine would decide has a value of the user's, in the
+        preset or edited.
+        """
+        both = SPLIT if path in SPLIT else (path,)
+        if edited := [self.edits[each] for each in both if each in self.edits]:
+            return any(text != AUTO for text in edited)
+        return any(each in self.base.fixed for each in both)
+
+    def resolve(self, spec: RunSpec, machine: str) -> None:
+        """Take over what a plan chose for ``machine``."""
+        self.resolved, self.machine = spec, machine
+
+    def take(self, wanted: RunSpec, machine: str) -> None:
+        """Take over a plan of the table: what it chose, and its number of GPUs where another would
+        be chosen.
+        """
+        self.release("gpus")
+        if "gpus" in wanted.fixed:
+            self.enter("gpus", text_of(wanted.gpus))
+        self.resolve(wanted, machine)
 
     def undo(self) -> None:
-        """Undo the user's changes; without any, give up what was recommended."""
-        if not self.changes:
-            self.recommended = {}
-        self.edits = self.recommended
+        """Undo the user's changes."""
+        self.edits = {}
+
+    def release(self, path: str) -> bool:
+        """Leave a field to the machine again, or undo the change of any other. Return whether that
+        changed anything.
+        """
+        before = self.edits
+        both = SPLIT if path in SPLIT else LENGTH_KEYS if path == LENGTH else (path,)
+        self.edits = {key: text for key, text in before.items() if key not in both}
+        if path in MACHINE_DECIDES and self.is_fixed(path):
+            self.edits = {**self.edits, **{key: AUTO for key in both if key in self.base.fixed}}
+        return self.edits != before
+
+    def fix(self, path: str) -> bool:
+        """Keep the value that was chosen for a field, and return whether that changed anything."""
+        return path in self.chosen and self._set(path, self.values[path])
 
     def enter(self, path: str, text: str) -> bool:
-        """Enter ``text`` into a field, and return whether that changed anything."""
-        before, self.edits = self.edits, _with_edit(self.edits, self.base_values, path, text)
+        """Enter ``text`` into a field, and return whether that changed anything: the value that is
+        shown does not.
+        """
+        if path in MACHINE_DECIDES and text.strip() == AUTO:
+            return self.release(path)
+        if path in self.chosen and _same_value(path, text, self.values[path]):
+            return False
+        return self._set(path, text)
+
+    def _set(self, path: str, text: str) -> bool:
+        before = self.edits
+        if path in MACHINE_DECIDES:
+            with_other: Texts = {}
+            if path in SPLIT and not self.is_fixed(path):
+                # The other part stays as it is shown.
+                shown, base = self.chosen, self.base_values
+                with_other = {
+                    key: shown[key] for key in SPLIT if shown.get(key, base[key]) != base[key]
+                }
+            self.edits = {**with_other, **before, path: text}
+            if path in self.base.fixed and _same_value(path, text, self.base_values[path]):
+                del self.edits[path]
+        else:
+            self.edits = _with_edit(before, self.base_values, path, text)
         return self.edits != before
 
     def shown_value(self, path: str) -> tuple[str, str]:
@@ -242,24 +298,18 @@ class Draft:
         return path, self.values[path]
 
     def was(self, path: str) -> str | None:
-        """Return what a field said when the preset was opened, if the user has changed it since;
-        else None.
+        """Return what a field said before the user changed it, ``auto`` where the machine decided;
+        None where it was not changed.
         """
-        changed = self.changes
-        opened = {**self.base_values, **self.recommended}
-        if path != LENGTH:
-            return opened[path] if path in changed else None
-        if not any(key in changed for key in LENGTH_KEYS):
+        if path == LENGTH:
+            if not any(key in self.edits for key in LENGTH_KEYS):
+                return None
+            key, text = _length_of(self.base_values)
+            return f"{text} {key.rpartition('.')[2]}"
+        if path not in self.edits:
             return None
-        key, text = _length_of(opened)
-        return f"{text} {key.rpartition('.')[2]}"
-
-    def preset_value(self, path: str) -> str | None:
-        """Return what the preset says of a field that has what was recommended instead; None for
-        any other.
-        """
-        recommended = path in self.recommended and path not in self.changes
-        return self.base_values[path] if recommended else None
+        decided = path in MACHINE_DECIDES and path not in self.base.fixed
+        return AUTO if decided else self.base_values[path]
 
 
 # The next value of a number field, for a press on ``+`` or ``−``: sensible for what the number

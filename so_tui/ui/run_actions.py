@@ -257,15 +257,13 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
             )
 
     try:
-        resume(
+        launch = prepare_resume(
             run,
-            prepare_resume(
-                run,
-                machine_of(read_spec(run).slurm),
-                start_over=start_over,
-                assume_dead=assume_dead,
-            ),
+            machine_of(read_spec(run).slurm),
+            start_over=start_over,
+            assume_dead=assume_dead,
         )
+        resume(run, launch)
     except SoTuiError as error:
         # What the run saved is not there, or its host cannot be asked.
         missing = isinstance(error, Refused) and "checkpoint-missing" in error.codes
@@ -274,6 +272,8 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
         else:
             app.post_message(failure(f"{run.name} was not resumed", error))
     else:
+        for text in launch.plan.replaced_texts:
+            app.call_from_thread(app.notify, text, severity="warning", markup=False)
         app.post_message(messages.Launched(run))
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands.parser import build_parser
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state
 from so_tui.runs.liveness import identify
 from so_tui.spec import InputError, Problem, find_preset
@@ -194,7 +193,6 @@ def test_terminal_without_unicode_gets_question_marks(line: str) -> None:
         ("plan --nodes many", 'wrong-type nodes "many"'),
         ("plan --set a.b=c", "preset-needed --set "),
         ("plan --gpus 0,1", "not-a-count --gpus 0,1"),
-        ("plan --as-given", "preset-needed --as-given "),
         ("run tiny --dry-run --gpus 2 --set gpus=1", "contradicting-options --gpus 2"),
         ("run tiny --partition gh --dry-run --edit", "unused-option --edit "),
         ("--machine gh200-480 run tiny", "not-this-machine --machine gh200-480"),
@@ -258,17 +256,21 @@ def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     assert list((tmp_path / "cache" / "so-tui" / "kernels").glob("adam-*.so"))
 
 
-def test_a_plan_offers_the_command_that_plans_the_same(call: Call) -> None:
-    for setting, recommended in (("data.sequence_length=128", True), ("offload.ratio=0.5", False)):
-        out = call(f"plan tiny --gpus 1 --set {setting}").out
-        assert ("recommended" in out, "the plan as given" in out) == (recommended, not recommended)
-    out = call("plan tiny --machine gh200-quad-120 --set data.sequence_length=128").out
-    (offer,) = [line for line in out.splitlines() if "so-tui plan tiny --gpus" in line]
-    assert "2 rank" not in call("plan --gpus 1").out
-    _, *argv = shlex.split(offer[offer.index("so-tui plan") :])
-    plan = build_parser().parse_args(argv)
-    assert (plan.preset, plan.machine) == ("tiny", "gh200-quad-120")
-    assert plan.set == ["data.sequence_length=128"]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", ["run", "tiny"]),
+        ("--machine gh200-quad-120", ["run", "tiny"]),
+        ("--gpus 1 --set offload.ratio=0.5", ["run", "tiny", "offload.ratio=0.5", "--gpus", "1"]),
+    ],
+)
+def test_a_plan_ends_with_the_command_that_trains_just_that(
+    options: str, words: list[str], call: Call
+) -> None:
+    """With what the user set, and nothing else."""
+    *_, offer = call(f"plan tiny {options}").out.splitlines()
+    _, *argv = shlex.split(offer[offer.index("so-tui run") :])
+    assert [word for word in argv if word != "--set"] == words
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_schemas_are_current() -> None:
         ("run-dry-run", "run qwen3-14b --dry-run --machine gh200-480"),
         ("plan", "plan --machine gh200-quad-120"),
         ("plan", "plan tiny"),
-        ("plan", "plan llama-3.3-70b --machine gh200-120 --as-given"),
+        ("plan", "plan llama-3.3-70b --machine gh200-120 --set offload.ratio=0.5"),
         ("runs", "runs --runs-dir ."),
     ],
 )

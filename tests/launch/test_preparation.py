@@ -31,7 +31,7 @@ TINY, BIG = find_preset("tiny").spec, find_preset("qwen3-14b").spec
 
 
 def with_gpus(gpus: int | tuple[int, ...], spec: RunSpec = TINY) -> RunSpec:
-    return replace(spec, gpus=gpus)
+    return replace(spec, gpus=gpus, fixed=("gpus", "offload.states"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def followed(spec: RunSpec, advice: FitsHere) -> RunSpec:
 @pytest.mark.parametrize(
     ("preset", "machine", "length", "recomputed", "mode", "tiles", "named"),
     [
-        (LLAMA, "gh200-480", 32_768, "auto", "auto", "auto", "ratio micro_batch accumulation"),
+        (LLAMA, "gh200-480", 32_768, "auto", "auto", "auto", "micro_batch accumulation"),
         (LLAMA, "gh200-480", 32_768, "none", "auto", "auto", "checkpointing micro_batch"),
         (LLAMA, "gh200-480", 32_768, "full", "gpu", "off", "mode ratio micro_batch"),
         (LLAMA, "gh200-120", 131_072, "none", "auto", "off", "checkpointing sequence_length"),

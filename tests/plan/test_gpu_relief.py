@@ -21,7 +21,6 @@ from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.remedies import memory_advice
 from so_tui.plan.search import with_policy
-from so_tui.plan.show import settings_of
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import RunSpec, with_values
 from so_tui.spec.run_spec import ParameterBlock
@@ -128,7 +127,7 @@ def test_weights_are_moved_where_only_that_makes_a_model_fit() -> None:
         again = make_plan(plan.spec, A100)
         assert again.gpu_bytes == plan.gpu_bytes
         assert again.host_bytes_per_node == plan.host_bytes_per_node
-        assert settings_of(plan.spec)["offload.parameters"] == "cpu"
+        assert plan.spec.offload.parameters == "cpu"
     for plan in (recommend(long_run(), A100), make_plan(long_run(), A100)):
         assert (plan.verdict, plan.spec.offload.parameters) == ("fits", "auto")
         assert not facts_of(plan.reasons, WeightsOnHost)

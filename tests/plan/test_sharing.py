@@ -43,7 +43,8 @@ def test_a_step_trains_half_the_sequences_and_waits() -> None:
 
 
 def test_sharing_is_recommended_where_only_it_fits() -> None:
-    plan = recommend(long_spec(LONG, gpus=4), H200S)
+    given = replace(long_spec(LONG, gpus=4), fixed=("gpus",))
+    plan = recommend(given, H200S)
     assert (plan.fits, plan.tokens_per_step) == (True, 4 * LONG)
     shared = only(plan.reasons, SequencesShared)
     assert plan.spec.train.sequence_parallel == shared.ranks > shared.given == 1

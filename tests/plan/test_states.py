@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from so_tui.machine import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, target_of
-from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit, StepsEarly
+from so_tui.plan.notes import CompactStatesFit, CompactStatesOption, MoreGpusFit, StepsEarly
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import ALIKE, SURE
@@ -80,7 +80,7 @@ def test_what_fits_on_grace_hopper_parts(
 
 
 def test_compact_moments_are_offered_beside_more_gpus() -> None:
-    plan = recommended("qwen3-14b", QUAD)
+    plan = recommended("qwen3-14b", QUAD, offload__states="fp32")
     offered = only(plan.remedies, CompactStatesFit)
     assert (offered.states, only(plan.remedies, MoreGpusFit).gpus) == ("int8-moments", 2)
     assert 75e9 < offered.saved_bytes < 77e9
@@ -99,7 +99,7 @@ def test_most_exact_of_faster_formats_is_offered(model: str, seconds: tuple[floa
     """The seconds in docs/offload.md."""
     plan = recommended(model, SHORTER)
     assert plan.spec.offload.states == "fp32"
-    faster = only(plan.warnings, FasterStates)
+    faster = only(plan.warnings, CompactStatesOption)
     assert faster.given_step_s == plan.step_s
     assert (round(faster.given_step_s, 2), round(faster.step_s, 2)) == seconds
     assert faster.given_step_s >= (1 + SURE) * faster.step_s
@@ -110,7 +110,7 @@ def test_most_exact_of_faster_formats_is_offered(model: str, seconds: tuple[floa
     )
     assert (bf16.verdict, faster.states, faster.step_s) == ("fits", "bf16-moments", bf16.step_s)
     assert (int8.step_s or 0) < faster.step_s < (1 + ALIKE) * (int8.step_s or 0)
-    assert not facts_of(bf16.warnings, FasterStates)
+    assert not facts_of(bf16.warnings, CompactStatesOption)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_most_exact_of_faster_formats_is_offered(model: str, seconds: tuple[floa
     ],
 )
 def test_states_are_not_offered_without_speed(model: str, changes: dict[str, str]) -> None:
-    assert not facts_of(recommended(model, SHORT, **changes).warnings, FasterStates)
+    assert not facts_of(recommended(model, SHORT, **changes).warnings, CompactStatesOption)
 
 
 MACHINE = x86("NVIDIA H200", cores=32, memory_mib=512 * 1024)

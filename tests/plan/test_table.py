@@ -15,7 +15,7 @@ from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan.notes import AnyFact, Change, Dropout, Note, RemoteCode, TooFewGpus
 from so_tui.plan.plan import Plan
-from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, unplannable
+from so_tui.plan.planner import make_plan, plan_table, recommend, unplannable
 from so_tui.plan.resources import rank_counts
 from so_tui.plan.show import _cell, plan_tree, render_plan, render_table
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
@@ -40,7 +40,8 @@ def test_unknown_model_leaves_the_others_in_the_table() -> None:
 def test_a_cell_tells_what_is_short_most() -> None:
     """Within a memory limit nothing of a GPU's or a node's is short."""
     machine = x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024)
-    plan = recommended("gpt-oss-20b", replace(machine, memory_limit_bytes=150 * 2**30))
+    limited = replace(machine, memory_limit_bytes=150 * 2**30)
+    plan = recommended("gpt-oss-20b", limited, offload__states="fp32")
     short = some(plan.shortage)
     assert short.pool == "limit"
     assert _cell(plan).plain.endswith(f"limit {round(short.needs / 2**30)} > 150")
@@ -54,19 +55,31 @@ def test_the_table_has_every_preset_and_marks_at_most_one_count() -> None:
     for row in rows.values():
         marked = [plan.verdict for plan in row.cells.values() if plan.recommended]
         assert marked in ([], ["fits"])
-    # No GPUs more than what makes a difference to each of them.
-    assert rows["tiny"].cells[1].recommended
+    assert rows["tiny"].cells[2].recommended, "as its preset says"
     active = {name: row.active_parameters / row.parameters for name, row in rows.items()}
     assert active["qwen3-30b-a3b"] < 0.2
     assert active["phi-4"] == 1
 
 
-def test_number_of_gpus_named_is_the_one_marked() -> None:
-    machine, preset = named_machine("h200-8"), CATALOG.presets["llama-3.3-70b"]
-    (row,) = plan_table([preset], machine)
-    assert some(best_number_of_gpus(preset.spec, machine)).gpus == 8
-    assert [count for count, plan in row.cells.items() if plan.recommended] == [8]
-    assert preset.spec.ranks == 4
+@pytest.mark.parametrize(
+    ("name", "machine", "marked", "fastest"),
+    [
+        ("llama-3.3-70b", "h200-8", 4, 8),
+        ("llama-3.3-70b", "gb200-4", 4, 4),
+        ("llama-3.1-8b", "gh200-quad-120", 1, 4),  # its preset's 1 suffices
+        ("qwen3-14b", "gh200-quad-120", 2, 4),  # its preset's 1 is too few with fp32 moments
+        ("tiny", "gh200-480", 1, 1),  # there is no second
+    ],
+)
+def test_the_number_that_a_run_starts_is_marked_and_the_fastest_named(
+    name: str, machine: str, marked: int, fastest: int
+) -> None:
+    preset, host = CATALOG.presets[name], named_machine(machine)
+    (row,) = plan_table([preset], host)
+    assert [count for count, plan in row.cells.items() if plan.recommended] == [marked]
+    assert (recommend(preset.spec, host).gpus, row.fastest) == (marked, fastest)
+    fixed = {count: plan.spec.fixed for count, plan in row.cells.items()}
+    assert fixed == {count: () if count == marked else ("gpus",) for count in row.cells}
 
 
 def test_a_plan_that_does_not_fit_has_no_speeds() -> None:
@@ -84,7 +97,7 @@ def test_sizes_have_the_units_of_the_user(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("so_tui.units._memory_units", units._memory_units)  # restored afterwards
     machine = ["--machine", "gh200-480"]
-    plan = ["plan", "qwen3-14b", *machine, "--as-given"]
+    plan = ["plan", "qwen3-14b", *machine]
     main(plan)
     assert "GiB" in capsys.readouterr().out
     assert main(["settings", "screen.units=decimal"]) == 0
@@ -116,7 +129,7 @@ def test_a_plan_is_shown_with_every_term_and_reason() -> None:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node under 0.45 s, one plan under 10 ms: the best of some tries, of
+    """The whole table of a quad node under 0.55 s, one plan under 10 ms: the best of some tries, of
     this process's own time. Where a machine is slower for a while than the one it was written on,
     as much longer as a piece of plain Python takes there.
     """
@@ -137,9 +150,9 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
         tables.append(between - begin)
         plans.append((time.process_time() - between) / len(specs))
         plain.append(seconds_of_plain_python())
-        if min(tables) < 0.45 and attempt >= 2:
+        if min(tables) < 0.55 and attempt >= 2:
             break
-    assert min(tables) < 0.45 * slowness(min(plain))
+    assert min(tables) < 0.55 * slowness(min(plain))
     assert min(plans) < 0.01 * slowness(min(plain))
 
 
@@ -178,6 +191,7 @@ VALUES: dict[str, object] = {
     "revision": "main",
     "network": Network(gbit_per_s=200, source=""),
     "states": "bf16-moments",
+    "settings": (("offload.ratio", 0.5),),
     "found": (Dropout("attention_dropout", 0.1),),
 }
 
@@ -188,7 +202,9 @@ def test_every_fact_has_words() -> None:
         given = {name: VALUES.get(name, 1) for name in required}
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
-        assert kind(**given).message or kind is Note, kind
+        fact = kind(**given)
+        assert fact.message or kind is Note, kind
+        assert {fact}, "facts can be kept in sets"
 
 
 def test_every_term_has_a_name() -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from so_tui.commands.common import chosen_options
 from so_tui.launch.supervisor.ending import Outcome, outcome_text
-from so_tui.plan.planner import make_plan
-from so_tui.plan.show import command_of
 from so_tui.runs.records import OutcomeCode
-from so_tui.spec import find_preset
 from so_tui.trust.text import so_tui_command
 from tests.support.doctor import found, healthy, only
 from tests.support.hostile import IN_A_NAME
-from tests.support.make_run import quad_machine
 
 INJECTION = "x; touch owned; $(touch owned) `touch owned` 'touch owned'"
 
@@ -70,8 +68,9 @@ def test_the_name_of_a_failed_run_is_quoted_in_what_to_do_next(name: str, tmp_pa
 
 
 def test_the_command_of_a_plan_is_quoted(name: str, tmp_path: Path) -> None:
-    spec = find_preset("phi-4").spec
-    command = command_of(make_plan(spec, quad_machine()), spec, name, 4, {"model.revision": name})
+    change = f"model.revision={name}"
+    options = chosen_options(Namespace(set=[change]))
+    command = so_tui_command("run", name, *options)
     words = arguments_of(command, tmp_path / "shell")
     assert (words[0], words.count(name)) == ("run", 1)
     assert f"model.revision={name}" in words

@@ -18,6 +18,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.presets import as_published
+from so_tui.spec.run_spec import MACHINE_DECIDES
 from tests.support.problems import codes, refusal, rejected
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
@@ -149,7 +150,35 @@ def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["mine.toml"]
     save_preset(TINY, "whole", base=None)
     assert "extends" not in (tmp_path / "whole.toml").read_text()
-    assert with_values(load_catalog().presets["whole"].spec, {"name": "tiny"}) == TINY
+    whole = load_catalog().presets["whole"].spec
+    assert with_values(whole, {"name": "tiny", "gpus": "2"}) == with_values(TINY, {"gpus": "2"})
+    assert whole.fixed == ()
+
+
+def test_keys_of_own_presets_are_fixed_and_those_built_in_are_not(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        low='extends = "tiny"\n[offload]\nratio = 0.9\n[train]\nseed = 7\n',
+        mine='extends = "low"\ngpus = 2\n[checkpoint]\nkeep = 2\n',
+        open='extends = "mine"\ngpus = "auto"\n[offload]\nratio = "auto"\n',
+    )
+    presets = load_catalog().presets
+    assert all(not preset.spec.fixed for preset in presets.values() if preset.origin == "built-in")
+    assert presets["low"].spec.fixed == ("offload.ratio",)
+    assert presets["mine"].spec.fixed == ("gpus", "offload.ratio", "checkpoint.keep")
+    assert presets["open"].spec.fixed == ("checkpoint.keep",)
+    assert find_preset(str(tmp_path / "open.toml")).spec == presets["open"].spec
+    assert find_preset("tiny:as-published").spec.fixed == MACHINE_DECIDES
+
+
+def test_a_saved_preset_keeps_what_is_fixed_and_what_is_not() -> None:
+    fixed = with_values(TINY, {"offload.ratio": "0.9", "gpus": "2"})
+    save_preset(fixed, "mine", base="tiny")
+    assert load_catalog().presets["mine"].spec.fixed == ("gpus", "offload.ratio")
+    mine = with_values(load_catalog().presets["mine"].spec, {"gpus": "auto"})
+    for name, base in (("more", "mine"), ("whole", None)):
+        save_preset(mine, name, base=base)
+        assert load_catalog().presets[name].spec.fixed == ("offload.ratio",)
 
 
 def test_a_preset_saved_over_itself_keeps_its_base() -> None:

@@ -16,6 +16,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.merge import merged
+from so_tui.spec.run_spec import MACHINE_DECIDES
 from tests.support.problems import refusal, rejected
 from tests.support.trees import smallest
 
@@ -139,6 +140,16 @@ def test_another_source_clears_what_described_the_one_before(
     assert with_values(preset, changes).data.split == split
 
 
+def test_a_length_that_a_person_sets_replaces_that_of_a_benchmark() -> None:
+    preset = find_preset("qwen3-4b-random").spec
+    assert preset.benchmark.measured_steps == 7
+    longer = with_values(preset, {"train.steps": "40"})
+    assert (longer.train.steps, longer.benchmark.measured_steps) == (40, 0)
+    assert with_values(preset, {"train.seed": "1"}).benchmark == preset.benchmark
+    both = with_values(preset, {"train.steps": "40", "benchmark.measured_steps": "37"})
+    assert both.benchmark.measured_steps == 37
+
+
 @pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b"])
 def test_a_tree_goes_back_to_the_same_spec(name: str, spec: RunSpec) -> None:
     """A tree for people leaves out defaults."""
@@ -174,3 +185,46 @@ def test_target_of_tokens_replaces_accumulation(spec: RunSpec) -> None:
     assert with_values(aimed, {"train.gradient_accumulation": "2"}).train.tokens_per_step == 0
     with rejected("several-step-sizes"):
         with_values(spec, {"train.gradient_accumulation": "2", "train.tokens_per_step": "131072"})
+
+
+@pytest.mark.parametrize(
+    ("values", "fixed"),
+    [
+        ({"offload.ratio": "0.9"}, ("offload.ratio",)),
+        ({"gpus": "2", "train.seed": "7"}, ("gpus",)),
+        ({"offload.mode": "gpu", "checkpoint.keep": "2"}, ("offload.mode", "checkpoint.keep")),
+        ({"model.tiled_mlp": "auto", "offload.ratio": "auto"}, ()),
+        ({"fixed": "offload.states,gpus"}, ("gpus", "offload.states")),
+    ],
+)
+def test_a_value_that_a_person_sets_is_fixed(
+    spec: RunSpec, values: dict[str, str], fixed: tuple[str, ...]
+) -> None:
+    """Even one that is the default."""
+    assert with_values(spec, values).fixed == fixed
+
+
+def test_auto_leaves_a_value_to_the_machine_again(spec: RunSpec) -> None:
+    given = {"offload.ratio": "0.5", "offload.states": "int8-moments", "gpus": "4"}
+    mine = with_values(spec, given | {"train.micro_batch": "2", "train.gradient_accumulation": "8"})
+    assert len(mine.fixed) == 5
+    again = with_values(mine, dict.fromkeys(("offload.ratio", "offload.states", "gpus"), "auto"))
+    assert again.fixed == ("train.micro_batch", "train.gradient_accumulation")
+    assert again.offload == spec.offload
+    assert again.gpus == 4, "what the search begins with"
+    split = with_values(mine, {"train.micro_batch": "auto"})
+    assert not split.fixes("train.micro_batch", "train.gradient_accumulation")
+    assert (split.train.micro_batch, split.train.gradient_accumulation) == (2, 8)
+    aimed = with_values(mine, {"train.tokens_per_step": "131072"})
+    assert not aimed.fixes("train.gradient_accumulation")
+    assert aimed.fixes("train.micro_batch")
+
+
+def test_every_key_that_the_machine_decides_can_be_left_to_it(spec: RunSpec) -> None:
+    assert set(MACHINE_DECIDES) <= field_index().keys()
+    opened = with_values(spec, dict.fromkeys(MACHINE_DECIDES, "auto"))
+    assert opened == spec
+    with rejected("wrong-type"):
+        with_values(spec, {"offload.sub_group_size": "auto"})
+    with rejected("invalid-content"):
+        with_values(spec, {"fixed": '["train.seed"]'})

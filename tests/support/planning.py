@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from so_tui.machine import Machine
@@ -60,6 +61,11 @@ def planned(
 def recommended(name: str, machine: Machine, **changes: str) -> Plan:
     """Return the best plan of a preset with changes, on one GPU unless they say otherwise."""
     return recommend(spec_of(name, **{"gpus": "1"} | changes), machine)
+
+
+def begun_with(name: str, **changes: str) -> RunSpec:
+    """Return a preset's spec with changes that only say where a search begins."""
+    return replace(spec_of(name, **changes), fixed=("gpus",))
 
 
 def step_of(plan: Plan) -> StepTime:

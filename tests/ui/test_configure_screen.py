@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from textual import events
 from textual.app import App, ComposeResult
 from textual.widget import Widget
@@ -69,7 +70,7 @@ async def test_a_wrong_field_is_marked_and_nothing_is_launched(
         assert ui.screen.focused is row.query_one(Input)
         await ui.type_text("0.5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
-        assert (row.has_class("-changed"), "was 0.9" in note_of(row)) == (True, True)
+        assert (row.has_class("-changed"), "was auto" in note_of(row)) == (True, True)
         row = await ui.edit("train.warmup_ratio", "0.0")
         await ui.until(lambda: row.has_class("-changed"))
         for key, character in (("7", "7"), ("f5", None)):
@@ -78,7 +79,7 @@ async def test_a_wrong_field_is_marked_and_nothing_is_launched(
         assert [launch.plan.spec.train.warmup_ratio for launch in asked] == [0.07]
 
 
-async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) -> None:
+async def test_what_was_chosen_is_no_change_and_is_named(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
         table.move_cursor(row=table.get_row_index("phi-4"), column=0)
@@ -87,16 +88,19 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         assert titled(ui, "chosen for this machine (★)")()
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
-        assert "★ preset: 0.9" in note_of(row)
+        chosen = row.query_one(Input).value
+        assert "★" in note_of(row)
         assert not row.has_class("-changed")
         await ui.edit("offload.ratio", "0.55")
         await ui.until(titled(ui, "1 changed by you"))
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
         await ui.until(lambda: "was" not in note_of(row))
-        await ui.press("u", "y")
-        await ui.until(lambda: not titled(ui, "★")())
-        assert row.query_one(Input).value == "0.9"
+        assert row.query_one(Input).value == chosen
+        await ui.edit("offload.ratio", "auto")
+        await ui.press("escape")
+        await ui.until(lambda: row.query_one(Input).value == chosen)
+        assert titled(ui, "no changes")()
 
 
 async def test_fields_that_do_nothing_are_dimmed_and_skipped(runs_dir: Path) -> None:
@@ -302,6 +306,8 @@ async def test_a_field_is_stepped_found_and_described(runs_dir: Path) -> None:
         await ui.press("shift+down")
         assert int(number.value) == before
         assert row.has_focus_within
+        assert ui.app.unsaved() == {"tiny": 1}
+        await ui.press("ctrl+r")
         assert not ui.app.unsaved()
         number.value = "4,096"
         await ui.pilot.click(steppers[1])
@@ -376,31 +382,70 @@ def test_strips_say_what_other_values_cost() -> None:
 TINY = find_preset("tiny").spec
 
 
-def opened_with(**recommended: str) -> Draft:
-    draft = Draft(TINY)
-    wanted = {path.replace("__", "."): text for path, text in recommended.items()}
-    draft.recommend(with_values(TINY, wanted), "this machine")
+CHOSEN = {
+    "offload.ratio": "0.25",
+    "offload.mode": "superoffload",
+    "train.micro_batch": "2",
+    "train.gradient_accumulation": "2",
+}
+
+
+def resolved(**changes: str) -> Draft:
+    """Return a draft for which a plan chose ``CHOSEN``."""
+    own = {key.replace("__", "."): text for key, text in changes.items()}
+    draft = Draft(with_values(TINY, own))
+    draft.resolve(replace(with_values(TINY, CHOSEN), fixed=draft.base.fixed), "this machine")
     return draft
 
 
-def test_changes_are_counted_from_what_was_recommended() -> None:
-    draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
-    offload = with_values(draft.base, draft.edits).offload
-    assert (offload.ratio, offload.states) == (0.25, "bf16-moments")
-    assert (draft.changes, draft.was("offload.ratio")) == ([], None)
-    draft.enter("offload.ratio", draft.base_values["offload.ratio"])
-    # Also back to the preset's own value.
-    assert (draft.changes, draft.was("offload.ratio")) == (["offload.ratio"], "0.25")
+def test_what_is_chosen_is_shown_and_what_is_edited_is_fixed() -> None:
+    draft = resolved()
+    assert {path: draft.chosen[path] for path in CHOSEN} == CHOSEN
+    assert (draft.changes, draft.spec) == ([], TINY)
+    assert not draft.enter("offload.ratio", "0.250"), "what is shown"
+    assert draft.fix("offload.ratio")
+    assert draft.edits == {"offload.ratio": "0.25"}
+    assert draft.release("offload.ratio")
+    draft.enter("offload.ratio", "0.9")
+    assert draft.spec.fixed == ("offload.ratio",), "even to the preset's value"
+    assert (draft.values["offload.ratio"], draft.was("offload.ratio")) == ("0.9", "auto")
+    assert "offload.ratio" not in draft.chosen
     draft.enter("train.learning_rate", "0.123")
-    for text in ("0.25", "0.250"):
-        draft.enter("offload.ratio", text)
-        assert draft.changes == ["train.learning_rate"]
+    assert draft.changes == ["offload.ratio", "train.learning_rate"]
+    assert draft.was("train.learning_rate") == "0.003"
+    draft.enter("offload.ratio", "auto")
+    assert draft.changes == ["train.learning_rate"]
+    assert draft.spec == with_values(TINY, {"train.learning_rate": "0.123"})
+    assert draft.values["offload.ratio"] == "0.25"
 
 
-def test_a_new_recommendation_keeps_what_was_typed() -> None:
-    draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
-    draft.enter("train.learning_rate", "0.123")
-    draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "this machine")
-    assert (draft.recommended, draft.changes) == ({"offload.ratio": "0.5"}, ["train.learning_rate"])
-    kept = [draft.values[path] for path in ("train.learning_rate", "offload.states")]
-    assert kept == ["0.123", "fp32"]
+def test_a_micro_batch_is_edited_beside_the_accumulation_shown() -> None:
+    draft = resolved()
+    draft.enter("train.micro_batch", "1")
+    train = draft.spec.train
+    assert (train.micro_batch, train.gradient_accumulation) == (1, 2)
+    assert draft.is_fixed("train.gradient_accumulation")
+    draft.release("train.gradient_accumulation")
+    assert (draft.changes, draft.spec) == ([], TINY)
+
+
+def test_what_a_preset_fixes_can_be_left_to_the_machine() -> None:
+    draft = resolved(offload__ratio="0.5", gpus="2")
+    assert draft.chosen.keys().isdisjoint({"offload.ratio", "gpus"})
+    draft.enter("offload.ratio", "auto")
+    assert (draft.spec.fixed, draft.was("offload.ratio")) == (("gpus",), "0.5")
+    draft.enter("offload.ratio", "0.5")
+    assert (draft.changes, draft.spec) == ([], draft.base)
+    draft.release("gpus")
+    assert draft.spec.fixed == ("offload.ratio",)
+    draft.undo()
+    assert draft.spec == draft.base
+
+
+def test_a_plan_of_the_table_fixes_only_another_number_of_gpus() -> None:
+    draft = resolved()
+    draft.enter("train.seed", "7")
+    draft.take(with_values(TINY, {"gpus": "4"}), "this machine")
+    assert (draft.spec.gpus, draft.spec.fixed) == (4, ("gpus",))
+    draft.take(replace(TINY, gpus=1), "this machine")
+    assert (draft.spec.fixed, draft.values["gpus"], draft.changes) == ((), "1", ["train.seed"])

@@ -191,6 +191,11 @@ class FieldRow(Horizontal):
         text = f"{self.name_shown} {self.path} {self.about if by_purpose else ''}".lower()
         return all(word in text for word in needle.split())
 
+    @property
+    def is_typed(self) -> bool:
+        """Whether the control has another text than it was last given."""
+        return self.entered() != (self._key, self._value)
+
     def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""
         self._key, self._value = key, value
@@ -203,7 +208,7 @@ class FieldRow(Horizontal):
                 box.value = value == "true"
 
     def show_status(
-        self, *, was: str | None, problem: str, note: str = "", preset: str | None = None
+        self, *, was: str | None, problem: str, note: str = "", chosen: bool = False
     ) -> None:
         """Mark a field that was changed or is wrong, and say what is to be said of it.
 
@@ -211,7 +216,7 @@ class FieldRow(Horizontal):
             was: What it said before it was changed; None if it was not.
             problem: What is wrong with it.
             note: What the plan says of it, which replaces the plain hint.
-            preset: What the preset says where a recommendation is in force instead; None elsewhere.
+            chosen: Whether its value was chosen for the machine.
         """
         self.problem = problem
         self.set_class(was is not None, "-changed")
@@ -220,8 +225,8 @@ class FieldRow(Horizontal):
             pieces = [f"✗ {problem}"]
         elif was is not None:
             pieces = [f"was {was or 'empty'}", note]
-        elif preset is not None:
-            pieces = [f"★ preset: {preset or 'empty'}", note]
+        elif chosen:
+            pieces = [f"★ {note or hint(self.info)}"]
         else:
             pieces = [note or hint(self.info)]
         self._pieces = list(filter(None, pieces))

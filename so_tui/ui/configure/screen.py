@@ -20,13 +20,13 @@ from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.configure.form import FieldRow, FormPanel
 from so_tui.ui.configure.plan_pane import PlanPanel, WhatIf
 from so_tui.ui.form import (
+    AUTO,
     LENGTH,
     LENGTH_KEYS,
     Draft,
     Planned,
     Strip,
     Texts,
-    label,
     problem_text,
     strips_for,
     text_of,
@@ -50,7 +50,7 @@ def _problems_by_row(planned: Planned) -> Texts:
     """Return what to do about each row of the form that is wrong, or makes the plan impossible on
     its machine; a source of a mixture has no row of its own.
     """
-    from so_tui.plan.notes import NoSuchGpu, TooFewGpus
+    from so_tui.plan.notes import NoSuchGpu, TooFewCores, TooFewGpus
 
     found: Texts = {}
     for problem in planned.problems:
@@ -58,7 +58,7 @@ def _problems_by_row(planned: Planned) -> Texts:
         found.setdefault(path, problem.remedy or f"{problem.message}.")
     plan = planned.plan
     if plan is not None and not plan.possible:
-        on_gpus = isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu)
+        on_gpus = isinstance(plan.reasons[0], TooFewGpus | TooFewCores | NoSuchGpu)
         found["gpus" if on_gpus else "offload.mode"] = f"{plan.reason_texts[0]}."
     return found
 
@@ -152,7 +152,7 @@ def _changes_title(draft: Draft) -> Content:
     changed = len(set(draft.changes) - idle_fields(draft.values))
     changes = f"{changed} changed by you (•)" if changed else "no changes"
     facts = f"   preset {draft.base.name}, {changes}"
-    if count := sum(draft.preset_value(path) is not None for path in draft.recommended):
+    if count := len(draft.chosen):
         facts += f"   {count} chosen for {draft.machine} (★)"
     return Content.assemble((draft.base.label, "bold"), (facts, "$faint"))
 
@@ -216,8 +216,8 @@ class ConfigureScreen(ResizablePage):
     # What is edited.
 
     def edit(self, preset: str, wanted: RunSpec | None = None, *, field: str = "") -> None:
-        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and
-        replaces an earlier one.
+        """Show a preset with its unsaved edits; ``wanted`` is a plan of the table, whose number of
+        GPUs is taken over.
 
         The keyboard goes to ``field``, if a path is given.
         """
@@ -227,11 +227,12 @@ class ConfigureScreen(ResizablePage):
         self._draft = draft = replace(before, base=base) if before else Draft(base)
         self.app.drafts[preset] = draft
         if wanted is not None:
-            machine = self.app.machine if self.app.machine_file else None
-            draft.recommend(
-                wanted, "this machine" if machine is None else printable_line(machine.label)
-            )
+            draft.take(wanted, self._machine_named())
         self.call_after_refresh(self._show_form, draft, field)
+
+    def _machine_named(self) -> str:
+        machine = self.app.machine if self.app.machine_file else None
+        return "this machine" if machine is None else printable_line(machine.label)
 
     async def _show_form(self, draft: Draft, field: str = "") -> None:
         self._show_title(draft)  # at once: making the fields takes a while
@@ -310,12 +311,23 @@ class ConfigureScreen(ResizablePage):
         if planned.serial != self._serial or self._draft is None:
             return
         self._planned = planned
+        if planned.plan is not None:
+            self._draft.resolve(planned.plan.spec, self._machine_named())
+            self._show_chosen(self._draft)
         self._mark_fields(planned, self._draft)
         self._show_title(self._draft)
         self.plan.show(planned)
         waiting, self._when_planned = self._when_planned, None
         if waiting is not None and self.is_current:
             waiting(planned)
+
+    def _show_chosen(self, draft: Draft) -> None:
+        """Show what was chosen, in every field in which nothing else is being typed."""
+        chosen = draft.chosen
+        for row in self.form.all_rows:
+            typed = row.is_typed and (row.has_focus_within or row.entered()[1] != AUTO)
+            if row.path in chosen and not typed:
+                row.show_value(row.path, chosen[row.path])
 
     def _show_strips(self, serial: int, strips: tuple[Strip, ...]) -> None:
         if serial == self._serial:
@@ -324,19 +336,12 @@ class ConfigureScreen(ResizablePage):
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
-        """Enter the value, and the mode that it belongs to where the preset leaves that to the
-        planner.
-        """
-        plan = self._planned.plan if self._planned is not None else None
-        given_mode = self._draft.values["offload.mode"] if self._draft is not None else ""
-        values = {message.path: text_of(message.value)}
-        if plan is not None and plan.spec.offload.mode != given_mode:
-            values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
-        for path, text in values.items():
-            self._set_field(path, text)
+        """Enter the value."""
+        path, text = message.path, text_of(message.value)
+        self._set_field(path, text)
         for row in self.form.all_rows:
-            if row.path in values:
-                row.show_value(row.path, values[row.path])
+            if row.path == path:
+                row.show_value(path, text)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.sizes_changed)
@@ -371,7 +376,7 @@ class ConfigureScreen(ResizablePage):
                 note = _partition_note(self._partitions, values[path], slurm=slurm)
             row.show_status(
                 was=draft.was(path),
-                preset=draft.preset_value(path),
+                chosen=path in draft.chosen,
                 problem=problems.get(path, ""),
                 note=note,
             )
@@ -466,7 +471,7 @@ class ConfigureScreen(ResizablePage):
             self.notify("Correct the marked fields first", severity="error")
             return
         app, presets, base = self.app, self.app.presets, draft.base.name
-        spec = with_values(draft.base, draft.edits)
+        spec = draft.spec
 
         def save(name: str) -> None:
             with reporting(app, "The preset", "saved"):
@@ -509,7 +514,7 @@ class ConfigureScreen(ResizablePage):
 
         try:
             if (draft := self._draft) is not None:
-                self.app.push_screen(DataPreviewScreen(with_values(draft.base, draft.edits)))
+                self.app.push_screen(DataPreviewScreen(draft.spec))
         except InputError as error:
             self.app.post_message(
                 Failed(
@@ -524,10 +529,8 @@ class ConfigureScreen(ResizablePage):
 
         if (draft := self._draft) is None:
             return
-        changed, base = draft.changes, draft.base_values
         lines = [
-            f"{path}: {base[path] or 'empty'} → {text or 'empty'}"
-            f"{'' if path in changed else '   recommended'}"
+            f"{path}: {draft.was(path) or 'empty'} → {text or 'empty'}"
             for path, text in sorted(draft.edits.items())
         ] or ["No field differs from the preset."]
         self.app.push_screen(
@@ -535,25 +538,30 @@ class ConfigureScreen(ResizablePage):
         )
 
     def action_reset(self) -> None:
-        """Ask to undo the user's changes, or to give up what was recommended where there are
-        none.
-        """
+        """Ask to undo the user's changes."""
         draft = self._draft
-        if draft is None or not (draft.edits or draft.changes):
+        if draft is None or not draft.changes:
             return
-        count = len(draft.changes)
-        recommended = ", ".join(map(label, draft.recommended))
 
         def undo() -> None:
             draft.undo()
             self.call_after_refresh(self._show_form, draft)
 
-        line = f"What was recommended for {draft.machine} is given up: {recommended}."
-        yes = "Use the preset as it is"
-        if count:
-            kept = f" What was recommended stays: {recommended}." if recommended else ""
-            line, yes = f"{plural(count, 'change')} will be lost.{kept}", "Undo all changes"
-        self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes=yes)
+        line = f"{plural(len(draft.changes), 'change')} will be lost."
+        self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes="Undo all changes")
+
+    def action_release(self) -> None:
+        """Leave the selected field to the machine again, or keep what was chosen for it; undo the
+        change of any other.
+        """
+        row, draft = self.form.selected, self._draft
+        if (
+            row is not None
+            and draft is not None
+            and (draft.release(row.path) or draft.fix(row.path))
+        ):
+            row.show_value(*draft.shown_value(row.path))
+            self.replan()
 
     @_with_plan
     def action_copy(self, planned: Planned) -> None:
