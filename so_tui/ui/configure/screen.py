@@ -380,7 +380,7 @@ class ConfigureScreen(ResizablePage):
                 problem=problems.get(path, ""),
                 note=note,
             )
-            row.show_idle(path in idle and path not in problems)
+            row.show_idle(path in idle and path not in problems and not row.has_focus_within)
         self.form.refused = ""
         self.form.show_about()
 
