@@ -151,6 +151,8 @@ class FieldRow(Horizontal):
         the field's own.
         """
         self.info, self.path, self._key, self._value = info, info.path, key, value
+        self._told = key, value
+        """What it was last given, or has announced."""
         self._pieces: list[str] = []
         """What the note says, the most important first."""
         self.problem = ""
@@ -198,7 +200,7 @@ class FieldRow(Horizontal):
 
     def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""
-        self._key, self._value = key, value
+        self._key, self._value = self._told = key, value
         with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
             for entry in self.query(Input):
                 entry.value = value
@@ -256,7 +258,10 @@ class FieldRow(Horizontal):
     @on(Checkbox.Changed)
     def _changed(self, event: Message) -> None:
         event.stop()
-        self.post_message(self.Edited(*self.entered()))
+        entered = self.entered()
+        if entered != self._told:  # controls also announce what they are given
+            self._told = entered
+            self.post_message(self.Edited(*entered))
 
     def action_step(self, direction: Direction) -> None:
         """Enter the next value of a number; nothing at its limit."""

@@ -426,7 +426,7 @@ class ConfigureScreen(ResizablePage):
 
     def once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of the form's present content, once that plan is made."""
-        if (row := self.form.selected) is not None:
+        if (row := self.form.selected) is not None and row.is_typed:
             self._set_field(*row.entered())  # its last key press may still be unannounced
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
