@@ -116,6 +116,8 @@ async def test_fields_that_do_nothing_are_dimmed_and_skipped(runs_dir: Path) -> 
         mode.query_one(Select).value = "superoffload"
         await ui.edit("offload.cpu_adam_cores_fraction", "0.55")
         await ui.until(lambda: cores.has_class("-changed"), 20)
+        mode.focus_control()
+        await ui.until(lambda: mode.has_focus_within, 20)
         mode.query_one(Select).value = "gpu"
         await ui.until(lambda: ratio.has_class("-idle"), 20)
         assert all(row.disabled for row in (ratio, cores))
