@@ -96,7 +96,7 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
                     if binding.id
                 )
         assert len(meaning) > 20
-        # Of a plan, before a run; of charts and of a log, while it trains.
+        # Before a run they are about its plan, and while it trains about charts and the log.
         several = {"w": {"all_reasons", "smooth"}, "f": {"fit", "follow"}}
         found = {key: actions for key, actions in meaning.items() if len(actions) > 1}
         assert found == several

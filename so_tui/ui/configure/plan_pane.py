@@ -80,7 +80,7 @@ class WhatIf(StyledLines, can_focus=True):
         keys = "k, or click a bar; the wheel steps"
         if self.has_focus:
             keys = "left and right step the value"
-        heading = Content.styled("seconds a step, by value", "bold")
+        heading = Content.styled("seconds per step, by value", "bold")
         if heading.cell_length + len(keys) + 3 <= (self.size.width or WIDEST):
             heading += faint(f"   {keys}")
         rows = [heading]
