@@ -379,8 +379,8 @@ def prepare_resume(
     start_over: bool = False,
     assume_dead: bool = False,
 ) -> Launch:
-    """Plan the next attempt of a run that has ended. What its first attempt chose stays, as far as
-    that fits on this machine.
+    """Plan the next attempt of a run that has ended. The settings of its first attempt stay, where
+    they fit on this machine.
 
     Args:
         run: The run to resume.

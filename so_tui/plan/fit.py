@@ -368,7 +368,7 @@ class Candidates:
 
     @cached_property
     def on_gpu(self) -> Assessment | None:
-        """Without offload; None where that is not to be chosen, the bare states are larger than the
+        """Without offload; None if another mode is fixed, the bare states are larger than the
         GPUs, or weights are to be in host memory.
         """
         if self.modes[0] != "gpu":
@@ -388,7 +388,7 @@ class Candidates:
     @cached_property
     def offloaded(self) -> Assessment | None:
         """States in host memory at the fixed ratio, else at the smallest that leaves the margin of
-        each GPU free; at ratio 1 when none does. None where that is not to be chosen.
+        each GPU free; at ratio 1 when none does. None if mode ``gpu`` is fixed.
         """
         return None if self.modes == ("gpu",) else self._at_smallest_ratio(GPU_MARGIN)
 

@@ -494,12 +494,18 @@ class LeastGpuMemory(Fact):
 
 
 class GpusChosen(Fact):
-    """Another number of GPUs than the preset's, with which nothing would leave the margin here."""
+    """Another number of GPUs than the preset's."""
 
     gpus: int
     given: int
+    available: int
+    """Those of the machine, or its cores for ranks without GPUs."""
 
-    words = "{gpus:gpus}: the preset's {given} would not leave the margin on this machine"
+    @property
+    def words(self) -> str:
+        if self.given > self.available:
+            return "gpus = {gpus}: the preset says {given}, and this machine has {available}"
+        return "gpus = {gpus}: the preset's {given} would not leave the margin with fp32 moments"
 
 
 class StatesChosen(Fact):
@@ -659,8 +665,7 @@ class NextBest(Fact):
         )
         if not self.alike:
             return f"next best: {settings}, {_UNITS['slower'](self.slower)}"
-        slower = "slower" if self.slower > 0 else "faster"
-        planned = f"planned {abs(self.slower):.1%} {slower}, less than plans are off"
+        planned = f"planned {abs(self.slower):.1%} apart, less than plans are off"
         offers = [_PREFERRED[self.chosen_for]] if self.chosen_for in _PREFERRED else []
         if abs(self.more_gpu_bytes) >= _NOTICEABLE_BYTES:
             more = "more" if self.more_gpu_bytes > 0 else "less"

@@ -49,6 +49,8 @@ from so_tui.plan.search import (
     changes_of,
     decided_settings,
     larger_steps,
+    left_open,
+    released,
     with_fitting_cores,
     with_policy,
 )
@@ -59,8 +61,6 @@ from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import (
     MACHINE_DECIDES,
     MachineDecided,
-    ModelSpec,
-    OffloadSpec,
     Preset,
     RunSpec,
 )
@@ -107,7 +107,10 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
     found = plans[_fitting_count(wanted, plans)]
     plan, chosen = found.plan, found.chosen
     if plan.gpus != wanted.ranks and plan.verdict == "fits":
-        there = GpusChosen(gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host)
+        most = max(rank_counts(machine))
+        there = GpusChosen(
+            gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host, available=most
+        )
         plan = replace(plan, reasons=(*plan.reasons, there))
     advice = (
         gpus_with_margin(chosen.spec, chosen.target)
@@ -135,32 +138,6 @@ def replan(spec: RunSpec, machine: Machine) -> Plan:
     return replace(again, spec=here, warnings=(why, *again.warnings))
 
 
-def left_open(spec: RunSpec) -> RunSpec:
-    """Return the spec as a search begins with it: what the machine decides is as if nobody had ever
-    said anything of it.
-    """
-    shared = spec.train.sequence_parallel
-    if shared > 1 and not spec.fixes("train.sequence_parallel"):
-        each, rest = divmod(spec.train.gradient_accumulation, shared)
-        if not rest:  # the sequences of a step stay
-            spec = spec.changed("train", sequence_parallel=1, gradient_accumulation=each)
-    published = spec.offload.config != "so-tui"  # of one mode only
-    for section, defaults in (("offload", OffloadSpec()), ("model", _MODEL)):
-        before, opened = getattr(spec, section), {}
-        for key in SEARCHED:
-            name = key.removeprefix(f"{section}.")
-            if name == key or spec.fixes(key) or (published and name == "mode"):
-                continue
-            if getattr(before, name) != getattr(defaults, name):
-                opened[name] = getattr(defaults, name)
-        if opened:
-            spec = spec.changed(section, **opened)
-    return spec
-
-
-_MODEL = ModelSpec(id="")
-
-
 @dataclass(frozen=True)
 class _Planned:
     """The best settings for one number of GPUs, planned when they are asked for."""
@@ -183,8 +160,7 @@ class _Planned:
         chosen = with_fitting_cores(chosen)
         reasons = tuple(choices(wanted, chosen, tried))
         spec = chosen.spec if chosen.fits else wanted
-        searched = not set(SEARCHED).intersection(wanted.fixed)
-        plan = _plan(spec, chosen, reasons, searched=searched)
+        plan = _plan(spec, chosen, reasons, searched=True)
         return replace(plan, recommended=plan.verdict == "fits"), chosen
 
 
@@ -236,8 +212,7 @@ def _slower_by_hand(
     fixed = [key for key in SEARCHED if key in wanted.fixed]
     if not fixed or not chosen.fits or not chosen.step:
         return
-    rest = tuple(key for key in wanted.fixed if key not in fixed)
-    free = left_open(replace(chosen.spec, fixed=rest))
+    free = released(chosen.spec, fixed)
     other = with_fitting_cores(best_settings(free, target_of(free, machine)).best)
     changes = [each for each in changes_of(chosen.spec, other.spec) if each.key in fixed]
     faster = other.verdict == "fits" and clearly_faster(other.rate, chosen.rate)

@@ -32,6 +32,7 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import OptionalMemory, Plan
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
+    SEARCHED,
     Search,
     alternatives,
     best_settings,
@@ -40,6 +41,7 @@ from so_tui.plan.search import (
     decided_settings,
     less_speculation,
     memory_savings,
+    released,
     shorter_sequences,
     smaller_activations,
     smaller_batches,
@@ -61,11 +63,13 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     Args:
         spec: As the user gave it.
         target: Where it does not fit.
-        searched: Whether a search has found already that no other setting fits here.
+        searched: Whether a search has found that nothing fits here with what a person set.
     """
-    if not searched and (fitting := _fitting_here(spec, target)) is not None:
+    here = _fitting_otherwise if searched else _fitting_here
+    if (fitting := here(spec, target)) is not None:
         yield fitting
-        return
+        if not searched:
+            return
     yield from _fitting_with_compact_states(spec, target)
     if not target.resources.has_gpu:
         yield OtherMachineNeeded()
@@ -74,6 +78,18 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remed
     else:
         yield from _fitting_when_shorter(spec, target, searched=searched)
         yield from _fitting_elsewhere(spec, target)
+
+
+def _fitting_otherwise(spec: RunSpec, target: Target) -> FitsHere | None:
+    """Return other values of what a person set with which it fits on the same GPUs, the rest as it
+    is chosen then. The format of the states stays.
+    """
+    keys = {key for key in SEARCHED if key in spec.fixed and key != "offload.states"}
+    if not keys:
+        return None
+    found = best_settings(released(spec, keys), target).best
+    changes = tuple(each for each in changes_of(spec, found.spec) if each.key in keys)
+    return FitsHere(changes=changes) if found.fits and changes else None
 
 
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:

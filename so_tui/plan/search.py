@@ -10,7 +10,7 @@ is faster. The tokens of an optimizer step and the sequence length stay as given
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from operator import attrgetter
@@ -39,7 +39,15 @@ from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
 from so_tui.plan.step_time import can_speculate
 from so_tui.plan.workload import MICRO_BATCHES
-from so_tui.spec.run_spec import MACHINE_DECIDES, SPLIT, ModelSpec, Policy, RunSpec, StatesFormat
+from so_tui.spec.run_spec import (
+    MACHINE_DECIDES,
+    SPLIT,
+    ModelSpec,
+    OffloadSpec,
+    Policy,
+    RunSpec,
+    StatesFormat,
+)
 
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
@@ -77,6 +85,37 @@ SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
 """By how much one piece of advice raises or lowers the offload ratio."""
+
+
+def left_open(spec: RunSpec) -> RunSpec:
+    """Return the spec with which a search begins: keys that the machine decides have their
+    defaults, unless a person set them.
+    """
+    shared = spec.train.sequence_parallel
+    if shared > 1 and not spec.fixes("train.sequence_parallel"):
+        each, rest = divmod(spec.train.gradient_accumulation, shared)
+        if not rest:  # the sequences of a step stay
+            spec = spec.changed("train", sequence_parallel=1, gradient_accumulation=each)
+    published = spec.offload.config != "so-tui"  # of one mode only
+    for section, defaults in (("offload", OffloadSpec()), ("model", _MODEL)):
+        before, opened = getattr(spec, section), {}
+        for key in SEARCHED:
+            name = key.removeprefix(f"{section}.")
+            if name == key or spec.fixes(key) or (published and name == "mode"):
+                continue
+            if getattr(before, name) != getattr(defaults, name):
+                opened[name] = getattr(defaults, name)
+        if opened:
+            spec = spec.changed(section, **opened)
+    return spec
+
+
+_MODEL = ModelSpec(id="")
+
+
+def released(spec: RunSpec, keys: Collection[str]) -> RunSpec:
+    """Return the spec with some fixed keys left open."""
+    return left_open(replace(spec, fixed=tuple(key for key in spec.fixed if key not in keys)))
 
 
 def changes_of(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:

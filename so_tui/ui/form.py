@@ -183,8 +183,8 @@ class Draft:
     base: RunSpec
     """The preset as it is saved."""
     edits: Texts = field(default_factory=dict)
-    """What the user changed. Of what the machine decides, an edit fixes a value; ``auto`` leaves
-    one to it that the preset fixes.
+    """The values that the user changed. For keys that the machine decides, an edit fixes the value,
+    and ``auto`` opens one that the preset fixes.
     """
     resolved: RunSpec | None = None
     """The spec of the newest plan, with all that was chosen."""

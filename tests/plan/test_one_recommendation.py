@@ -14,6 +14,8 @@ from so_tui.plan.notes import (
     CompactStatesOption,
     FasterOffload,
     FasterWithout,
+    FitsHere,
+    GpusChosen,
     NextBest,
     SettingsReplaced,
 )
@@ -97,6 +99,33 @@ def test_settings_that_do_not_fit_elsewhere_are_replaced_and_named() -> None:
     assert fact.message in plan.replaced_texts
     kept = replan(stored, small)
     assert (kept.fits, kept.ratio, kept.replaced_texts) == (False, 0.1, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "given", "chosen"),
+    [("qwen3-14b", "gh200-quad-120", 1, 2), ("tiny", "gh200-480", 2, 1)],
+)
+def test_another_number_of_gpus_is_explained(
+    name: str, machine: str, given: int, chosen: int
+) -> None:
+    host = named_machine(machine)
+    plan = recommend(CATALOG.presets[name].spec, host)
+    (fact,) = (fact for fact in plan.reasons if isinstance(fact, GpusChosen))
+    assert (fact.gpus, fact.given, fact.available) == (chosen, given, len(host.gpus))
+    assert str(given) in fact.message
+    assert ("has 1" in fact.message) == (given > len(host.gpus))
+
+
+def test_a_value_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    """And what is left open follows it."""
+    machine = named_machine("gh200-quad-120")
+    own = {"gpus": "1", "offload.ratio": "0.95"}
+    spec = with_values(CATALOG.presets["qwen3-14b"].spec, own)
+    refused = recommend(spec, machine)
+    (advice,) = (fact for fact in refused.remedies if isinstance(fact, FitsHere))
+    assert (refused.fits, [change.key for change in advice.changes]) == (False, ["offload.ratio"])
+    followed = {change.key: str(change.after) for change in advice.changes}
+    assert recommend(with_values(spec, followed), machine).fits
 
 
 @pytest.fixture

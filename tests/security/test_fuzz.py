@@ -258,7 +258,7 @@ def test_presets(tmp_path: Path) -> None:
             )
         except (TypeError, ValueError, AttributeError):  # TOML has no null, text no lone surrogates
             return
-        printed("plan", str(path), "--as-given", "--machine", str(machine))
+        printed("plan", str(path), "--machine", str(machine))
 
     whole = Path(preset.path).read_bytes()
     tried(harmed_trees(spec_tree(preset.spec)) | harmed_bytes(whole), try_one)
@@ -280,4 +280,4 @@ def test_set_values() -> None:
     keys += ["gpus", "name", "checkpoint.folder", "model.id"]
     values = st.text(max_size=40) | st.integers().map(str) | st.floats().map(str)
     changes = st.tuples(st.sampled_from(keys), values).map("=".join)
-    tried(changes, lambda change: printed("plan", "tiny", "--as-given", "--set", change))
+    tried(changes, lambda change: printed("plan", "tiny", "--set", change))

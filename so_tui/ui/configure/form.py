@@ -195,7 +195,7 @@ class FieldRow(Horizontal):
 
     @property
     def is_typed(self) -> bool:
-        """Whether the control has another text than it was last given."""
+        """Whether the text in the control differs from what it was last given."""
         return self.entered() != (self._key, self._value)
 
     def show_value(self, key: str, value: str) -> None:
