@@ -307,7 +307,7 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         assert (presets(), ui.find("#folded", Static).display) == (["qwen3-30b-a3b"], False)
         await ui.press("escape")
         await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
-        assert (table.row_count, table.cursor_coordinate) == (1, (0, 3))
+        assert (table.row_count, table.cursor_coordinate) == (1, (0, 4)), "★"
         await ui.pilot.click("#folded", offset=(ui.shown("#folded").index("plans"), 0))
         await ui.until(lambda: ui.screen.query("#said"))
         await ui.type_text("gh200-quad-120", replace=True)

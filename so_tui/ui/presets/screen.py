@@ -303,6 +303,8 @@ class _PresetTable(FittedTable):
         """
         columns = enumerate(map(self._recommended, self._shown if on_gpus else ()))
         last = max(0, len(self._shown) - 1), self._fixed
+        if self._shown:
+            last = last[0], self._recommended(self._shown[-1]) or self._fixed
         index, column = next((found for found in columns if found[1]), last)
         self.move_cursor(row=index, column=column)
 
