@@ -345,7 +345,7 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
         assert (form.region.x, form.region.width) == (before.x, before.width)
 
 
-def test_the_nearest_ratio_that_fits_is_used_else_what_the_plan_says() -> None:
+def test_the_nearest_ratio_that_fits_is_used_else_the_remedy() -> None:
     machine = named_machine("gh200-480")
     spec = find_preset("qwen3-14b").spec
     for policy, expected in (("attention", {RATIO}), ("auto", {"offload.mode", RATIO})):

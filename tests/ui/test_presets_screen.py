@@ -101,7 +101,7 @@ async def test_every_number_of_gpus_is_reached_where_few_fit(runs_dir: Path) -> 
         assert seen[1:] == [1, 2, 4, 2, 1]
 
 
-async def test_a_cell_says_what_is_needed_and_the_screen_what_marks_mean(runs_dir: Path) -> None:
+async def test_a_cell_says_what_is_short_and_a_line_what_marks_mean(runs_dir: Path) -> None:
     async with opened(runs_dir, (160, 45)) as ui:
         table = await ui.presets()
         assert isinstance(ui.screen, PresetsScreen)
