@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Plan
 
 _FASTER = (FasterWithout, FasterOffload, FasterAttention, LargerSteps, ClippingWaits)
-"""What would make steps faster, the least painful first."""
+"""What would make steps faster, the least painful first. Compact moments are an option instead."""
 
 _PARTS = {
     "gpu": "work of the GPU",

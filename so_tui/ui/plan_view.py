@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import fill_pieces, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, shows_ascii, wrapped
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten, wrapped
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
 
 if TYPE_CHECKING:
-    from textual.app import App
-
     from so_tui.plan.notes import Remedy
     from so_tui.plan.plan import Plan
     from so_tui.plan.terms import Location
@@ -154,17 +152,6 @@ def _details(plan: Plan, width: int) -> list[list[Content]]:
         *([terms] if beside else [gpu_terms, node_terms]),
         _section("binding", _binding_lines(plan)),
     ]
-
-
-def show_whole(app: App[Any], title: str, plan: Plan, command: str = "") -> None:
-    """Show a whole plan over the screen."""
-    from so_tui.ui.dialogs import Notice
-
-    def lay(width: int) -> Content:
-        return whole(plan, max(36, width), command=command, plain=shows_ascii(app))
-
-    noun = "GPU" if plan.on_gpus else "rank"
-    app.push_screen(Notice(f"{title} on {plural(plan.gpus, noun)}", [lay], bad=False))
 
 
 def _section(title: str, body: Sequence[Content]) -> list[Content]:

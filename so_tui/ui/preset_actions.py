@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, code_refused, in_thread
 from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
+from so_tui.ui.text import Content, shows_ascii
+from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.launch.checks import Check
     from so_tui.launch.slurm.script import Draft
-    from so_tui.plan.plan import Launch
+    from so_tui.plan.plan import Launch, Plan
     from so_tui.spec import RunSpec
     from so_tui.ui.shared_app import SharedApp
 
@@ -129,6 +131,18 @@ def _where_kept(draft: Draft) -> str:
     from so_tui.trust.text import quoted
 
     return f"`so-tui run` submits it with --script {quoted(str(draft.path))}."
+
+
+def show_plan(app: SharedApp, title: str, plan: Plan, command: str = "") -> None:
+    """Show a whole plan over the screen."""
+    from so_tui.ui import plan_view
+    from so_tui.ui.dialogs import Notice
+
+    def lay(width: int) -> Content:
+        return plan_view.whole(plan, max(36, width), command=command, plain=shows_ascii(app))
+
+    noun = "GPU" if plan.on_gpus else "rank"
+    app.push_screen(Notice(f"{title} on {plural(plan.gpus, noun)}", [lay], bad=False))
 
 
 # Whether Slurm is here.

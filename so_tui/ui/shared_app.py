@@ -80,7 +80,8 @@ class SettingsApp(FixedApp[None]):
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
         self._settings_problems = loaded.problems if loaded is not None else ()
-        for theme in themes_for(self.console.color_system):
+        terminal = sys.__stderr__ is not None and sys.__stderr__.isatty()  # what it is drawn on
+        for theme in themes_for(self.console.color_system if terminal else None):
             self.register_theme(theme)
         settings = loaded.settings if loaded is not None else Settings()
         self.set_reactive(SettingsApp.settings, settings)

@@ -100,13 +100,28 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
     for gpu in machine.gpus:
         cores = gpu.cpus
         yield HostProcess(
-            4100 + gpu.index, "python", "ada", 6.8, 11 * GIB, cores[65:], {gpu.index: 78 * GIB}
+            4100 + gpu.index,
+            "python",
+            "ada",
+            6.8,
+            11 * GIB,
+            cores[65:],
+            {gpu.index: 78 * GIB},
+            ("python", "-m", "so_tui_trainer", "/home/ada/runs/qwen3-14b"),
         )
     for gpu in machine.gpus:
         yield HostProcess(
-            4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], {}
+            4200 + gpu.index,
+            "python",
+            "ada",
+            60.3 + gpu.index,
+            84 * GIB,
+            gpu.cpus[:65],
+            {},
+            ("python", "superoffload/worker.py"),
         )
-    yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), {})
+    command = ("rsync", "-a", "/home", "backup:/srv")
+    yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), {}, command)
 
 
 def preview_data(

@@ -116,6 +116,8 @@ async def test_fields_that_do_nothing_are_dimmed_and_skipped(runs_dir: Path) -> 
         mode.query_one(Select).value = "superoffload"
         await ui.edit("offload.cpu_adam_cores_fraction", "0.55")
         await ui.until(lambda: cores.has_class("-changed"), 20)
+        mode.focus_control()
+        await ui.until(lambda: mode.has_focus_within, 20)
         mode.query_one(Select).value = "gpu"
         await ui.until(lambda: ratio.has_class("-idle"), 20)
         assert all(row.disabled for row in (ratio, cores))
@@ -343,7 +345,7 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
         assert (form.region.x, form.region.width) == (before.x, before.width)
 
 
-def test_the_nearest_ratio_that_fits_is_used_else_what_the_plan_says() -> None:
+def test_the_nearest_ratio_that_fits_is_used_else_the_remedy() -> None:
     machine = named_machine("gh200-480")
     spec = find_preset("qwen3-14b").spec
     for policy, expected in (("attention", {RATIO}), ("auto", {"offload.mode", RATIO})):

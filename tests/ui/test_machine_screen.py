@@ -71,7 +71,9 @@ async def test_this_host_is_sampled_while_it_is_shown(
         if len(os.sched_getaffinity(0)) > 1:
             await ui.until(lambda: pid in ui.shown("#processes").split())
             rows = [line.split() for line in ui.shown("#processes").splitlines()]
-            assert [row[-1] for row in rows if row[:1] == [pid]] == [core]
+            (row,) = (row for row in rows if row[:1] == [pid])
+            assert row[5] == core
+            assert row[6].startswith("python"), "what it runs"
         assert screen.sample_soon()
         await ui.press("1")
         await ui.presets()
@@ -117,17 +119,20 @@ def shown(processes: list[HostProcess], width: int) -> list[str]:
 
 
 def test_users_of_gpus_are_listed_with_what_they_use() -> None:
-    own = ("pyth\x1b[2Jon", "someone", 65.25, 90 << 30, tuple(range(72)))
-    training = HostProcess(7, *own, {0: 40 << 30, 2: None})
+    own = ("python", "someone", 65.25, 90 << 30, tuple(range(72)))
+    command = ("/opt/env/bin/python", "-m", "train\x1b[2J", "--steps", "9")
+    training = HostProcess(7, *own, {0: 40 << 30, 2: None}, command)
     other = HostProcess(8, "tar", "root", 1.0, None, (), {})
     _, first, second = shown([training, other], 120)
-    told = r"7 someone pyth\x1b[2Jon 65.2 90.0 GiB 0,2 40.0 GiB 0-71"
-    assert (first.split(), second.split()) == (told.split(), ["8", "root", "tar", "1.0"])
+    told = r"7 someone 65.2 90.0 GiB 0,2 40.0 GiB 0-71 python -m train\x1b[2J --steps 9"
+    assert (first.split(), second.split()) == (told.split(), ["8", "root", "1.0", "tar"])
     assert shown([training, *[other] * 9], 120)[-1].strip() == "7 more"
-    assert max(map(len, shown([training, other], 78))) <= 78
+    for width in range(60, 140):
+        assert max(map(len, shown([training, other], width))) <= width
     heading, line = shown([HostProcess(8, "tar", "root", 1.0, None, (3,), {})], 78)
     assert "GPU" not in heading
     assert heading.index("bound") == line.rindex("3")
+    assert heading.index("command") == line.rindex("tar")
 
 
 # The screen of a validation: a report, one that is still written, and none.

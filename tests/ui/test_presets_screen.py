@@ -101,7 +101,7 @@ async def test_every_number_of_gpus_is_reached_where_few_fit(runs_dir: Path) -> 
         assert seen[1:] == [1, 2, 4, 2, 1]
 
 
-async def test_a_cell_says_what_is_needed_and_the_screen_what_marks_mean(runs_dir: Path) -> None:
+async def test_a_cell_says_what_is_short_and_a_line_what_marks_mean(runs_dir: Path) -> None:
     async with opened(runs_dir, (160, 45)) as ui:
         table = await ui.presets()
         assert isinstance(ui.screen, PresetsScreen)
@@ -307,7 +307,7 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         assert (presets(), ui.find("#folded", Static).display) == (["qwen3-30b-a3b"], False)
         await ui.press("escape")
         await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
-        assert (table.row_count, table.cursor_coordinate) == (1, (0, 3))
+        assert (table.row_count, table.cursor_coordinate) == (1, (0, 4)), "★"
         await ui.pilot.click("#folded", offset=(ui.shown("#folded").index("plans"), 0))
         await ui.until(lambda: ui.screen.query("#said"))
         await ui.type_text("gh200-quad-120", replace=True)

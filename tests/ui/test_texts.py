@@ -9,12 +9,17 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import Static
 
 from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import form, plan_view
+from so_tui.ui.shared_app import SettingsApp
 from so_tui.ui.text import Content, chosen_glyphs, distinct, shorten_path
+from so_tui.ui.widgets import Rule
 from so_tui.units import duration
 from tests.support.make_run import plan_for, quad_machine
 from tests.support.python_path import printed
@@ -167,3 +172,18 @@ def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:
     shown = plan_view.whole(plan, 120).plain
     assert "where the APU memory goes" in shown
     assert "where the GPU memory goes" not in shown
+
+
+class _Titles(SettingsApp):
+    def compose(self) -> ComposeResult:
+        yield Rule("alone")
+        yield Static("what it is about")
+        yield Rule("above a frame")
+        yield Vertical(Static("what it surrounds"), classes="frame")
+
+
+async def test_a_title_line_has_corners_above_a_frame_only() -> None:
+    async with _Titles().run_test(size=(120, 20)) as pilot:
+        await pilot.pause()
+        alone, above = (str(rule.render()) for rule in pilot.app.screen.query(Rule))
+        assert (alone[0], alone[-1], above[0], above[-1]) == ("─", "─", "╭", "╮")

@@ -70,6 +70,8 @@ class HostProcess:
     bound: Cpus
     """The CPUs that it is bound to; empty where it may use all that are allowed here."""
     gpu_bytes: GpuBytes
+    command: tuple[str, ...] = ()
+    """Its arguments, the program first; its owner chose them, too. Empty where they are unknown."""
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -108,13 +110,20 @@ class HostProcesses:
 
 
 def _with_owner(process: HostProcess) -> HostProcess:
-    """Return a process with its user and memory, which only those that are listed are asked for."""
+    """Return a process with its user, memory and command, which only those that are listed are
+    asked for.
+    """
     try:
         known = psutil.Process(process.pid)
         user, memory_bytes = _user_name(known.uids().effective), known.memory_info().rss
+        command = tuple(known.cmdline()[:_MOST_ARGUMENTS])
     except psutil.Error:  # it has ended
         return process
-    return replace(process, user=user, memory_bytes=memory_bytes)
+    return replace(process, user=user, memory_bytes=memory_bytes, command=command)
+
+
+_MOST_ARGUMENTS = 40
+"""What nobody sees the end of is not kept."""
 
 
 @cache

@@ -80,7 +80,7 @@ class WhatIf(StyledLines, can_focus=True):
         keys = "k, or click a bar; the wheel steps"
         if self.has_focus:
             keys = "left and right step the value"
-        heading = Content.styled("seconds a step, by value", "bold")
+        heading = Content.styled("seconds per step, by value", "bold")
         if heading.cell_length + len(keys) + 3 <= (self.size.width or WIDEST):
             heading += faint(f"   {keys}")
         rows = [heading]
@@ -203,20 +203,16 @@ def _figures(choice: Choice, width: int) -> Content:
 
 
 def nearest_fit(plan: Plan, strips: Sequence[Strip]) -> Texts:
-    """Return what to change, by path, so that a run fits: the ratio to the next one with which it
-    does, else what the plan says. Nothing where neither is known.
+    """Return what to change, by path, so that a run fits: the ratio to the next one that leaves the
+    margin, or at least fits, else what the plan says. Nothing where neither is known.
     """
     from so_tui.plan.notes import FitsHere
 
-    fitting = [
-        choice.value
-        for strip in strips
-        if strip.path == RATIO
-        for choice in strip.choices
-        if choice.plan.fits
-    ]
-    if fitting:
-        return {RATIO: text_of(min(fitting, key=lambda value: abs(value - plan.ratio)))}
+    choices = [choice for strip in strips if strip.path == RATIO for choice in strip.choices]
+    for verdict in ("fits", "tight"):
+        fitting = [choice.value for choice in choices if choice.plan.verdict == verdict]
+        if fitting:
+            return {RATIO: text_of(min(fitting, key=lambda value: abs(value - plan.ratio)))}
     remedy = next((fact for fact in plan.remedies if isinstance(fact, FitsHere)), None)
     changes = remedy.changes if remedy is not None else ()
     return {change.key: text_of(change.after) for change in changes}

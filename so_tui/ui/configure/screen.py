@@ -104,8 +104,11 @@ _OF_OUR_ADAM = (
 )
 
 
-def idle_fields(values: Texts) -> frozenset[str]:
-    """Return the fields that do nothing with the values of others."""
+def idle_fields(draft: Draft) -> frozenset[str]:
+    """Return the fields that do nothing with what others say: one that leaves something to the
+    machine, as ``auto`` does, makes none idle.
+    """
+    values = {**draft.base_values, **draft.edits}
 
     def says(path: str, *texts: str) -> bool:
         return values.get(path, "") in texts
@@ -149,7 +152,7 @@ def _changes_title(draft: Draft) -> Content:
     """Return the model, its preset, how many fields were chosen for which machine, and how many the
     user changed, in one line; = lists them all. A change that does nothing is none.
     """
-    changed = len(set(draft.changes) - idle_fields(draft.values))
+    changed = len(set(draft.changes) - idle_fields(draft))
     changes = f"{changed} changed by you (•)" if changed else "no changes"
     facts = f"   preset {draft.base.name}, {changes}"
     if count := len(draft.chosen):
@@ -368,7 +371,7 @@ class ConfigureScreen(ResizablePage):
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
         problems = _problems_by_row(planned)
         values, slurm = draft.values, preset_actions.has_slurm()
-        idle = idle_fields(values)
+        idle = idle_fields(draft)
         for row in self.form.all_rows:
             path = row.path
             note = _field_note(path, planned.plan, self.app.machine, values["offload.mode"])
@@ -380,7 +383,7 @@ class ConfigureScreen(ResizablePage):
                 problem=problems.get(path, ""),
                 note=note,
             )
-            row.show_idle(path in idle and path not in problems)
+            row.show_idle(path in idle and path not in problems and not row.has_focus_within)
         self.form.refused = ""
         self.form.show_about()
 
@@ -456,7 +459,7 @@ class ConfigureScreen(ResizablePage):
     def action_all_reasons(self, planned: Planned) -> None:
         if planned.plan is not None:
             label = planned.plan.spec.label
-            plan_view.show_whole(self.app, label, planned.plan, planned.command)
+            preset_actions.show_plan(self.app, label, planned.plan, planned.command)
 
     @_with_plan
     def action_save(self, planned: Planned) -> None:

@@ -192,9 +192,10 @@ def _process_lines(processes: Sequence[HostProcess], width: int, rows: int) -> C
     shown = processes if len(processes) < rows else processes[: max(0, rows - 2)]
     gpus = any(process.gpu_bytes for process in processes)
     head = (
-        f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}"
+        f"{'pid':>7}  {'user':<9} {'cores':>6} {'memory':>9}"
         + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
-        + "  bound"
+        + (f"  {'bound':<{_BOUND}}" if _shows_bound(width, gpus=gpus) else "")
+        + "  command"
     )
     lines = [
         faint(head[:width]),
@@ -205,19 +206,34 @@ def _process_lines(processes: Sequence[HostProcess], width: int, rows: int) -> C
     return in_rows(lines)
 
 
+_FIGURES, _ON_GPUS, _BOUND, _COMMAND = 35, 17, 12, 24
+"""Cells of the columns: pid to memory, both of the GPUs, the cores, and at least of the command."""
+
+
+def _shows_bound(width: int, *, gpus: bool) -> bool:
+    """Return whether the cores that processes are bound to have room beside their commands."""
+    return width >= _FIGURES + gpus * _ON_GPUS + _BOUND + _COMMAND + 4
+
+
 def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
     on = ",".join(map(str, process.gpu_bytes))
     used = memory(process.gpu_total_bytes) if process.gpu_total_bytes else ""
     resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
+    bound = f"  {shorten(cpu_ranges(process.bound), _BOUND):<{_BOUND}}"
     line = Content.assemble(
         (f"{process.pid:>7}  {shorten(process.user, 9):<9} ", "$faint"),
-        (f"{shorten(process.name, 15):<15}", "bold"),
-        f" {process.cores:>6.1f} {resident:>9}",
+        f"{process.cores:>6.1f} {resident:>9}",
         (f" {on:>5} {used:>10}" if gpus else "", "$gpu"),
+        (bound if _shows_bound(width, gpus=gpus) else "", "$adam"),
     )
-    room = width - line.cell_length - 2
-    return (
-        line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam")
-        if process.bound and room > 0
-        else line
-    )
+    return line + Content.styled(f"  {_command(process, width - line.cell_length - 2)}", "bold")
+
+
+def _command(process: HostProcess, width: int) -> str:
+    """Return what a process runs, without the folder of its program; its name where that is not
+    known.
+    """
+    if not process.command:
+        return shorten(process.name, width)
+    program, *arguments = process.command
+    return shorten(" ".join((program.rpartition("/")[2], *arguments)), width)

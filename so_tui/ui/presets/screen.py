@@ -90,7 +90,7 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
 
 
 BESIDE = 140
-"""Columns of a terminal from which on the plan stands beside the table."""
+"""Columns of a terminal that is wide enough for the plan next to the table."""
 LEAST_PLAN = 54
 """Columns that are left for it there."""
 _LEAST_TABLE = 66
@@ -230,13 +230,13 @@ class _PresetTable(FittedTable):
         from so_tui.plan.show import shortfall
 
         sign = f"{' ' if look == 'words' else ''}{SIGNS[plan.verdict]} "
-        verdict, accent, short = self._colour(STYLES[plan.verdict]), self._colour("$accent"), ""
+        verdict, strong, short = self._colour(STYLES[plan.verdict]), self._colour("$run"), ""
         if not plan.fits:
             short = shortfall(plan)
             if look == "tight":  # no marks: they are for what fits
                 return Text.assemble((sign, verdict), short.replace(" > ", ">"))
         marks = f"{'★' if plan.recommended else ' '}{'⇡' if plan is _fastest(row) else ' '}"
-        text = Text.assemble((marks, accent), (sign, verdict), short)
+        text = Text.assemble((marks, strong), (sign, verdict), short)
         if not plan.fits:
             return text
         if look != "tight":
@@ -303,6 +303,8 @@ class _PresetTable(FittedTable):
         """
         columns = enumerate(map(self._recommended, self._shown if on_gpus else ()))
         last = max(0, len(self._shown) - 1), self._fixed
+        if self._shown:
+            last = last[0], self._recommended(self._shown[-1]) or self._fixed
         index, column = next((found for found in columns if found[1]), last)
         self.move_cursor(row=index, column=column)
 
@@ -313,7 +315,7 @@ def _best(row: PlanRow) -> Plan:
 
 
 def _fastest(row: PlanRow) -> Plan | None:
-    """Return the plan of a row that trains most tokens a second; None where fewer than two fit."""
+    """Return the plan of a row with the most tokens per second; None where fewer than two fit."""
     fitting = [plan for plan in row.cells.values() if plan.fits and plan.useful_tokens_per_s_total]
     if len(fitting) < 2:
         return None
@@ -334,8 +336,8 @@ def _legend(rows: Sequence[PlanRow], width: int) -> Content:
     shown = {plan.verdict for plan in plans}
     unfit, tight = STYLES["does not fit"], STYLES["tight"]
     entries = [
-        ("★", "$accent", "so-tui run starts this", any(plan.recommended for plan in plans)),
-        ("⇡", "$accent", "fastest", any(map(_fastest, rows))),
+        ("★", "$run", "so-tui run starts this", any(plan.recommended for plan in plans)),
+        ("⇡", "$run", "fastest", any(map(_fastest, rows))),
         ("✗", unfit, f"needs > has ({memory_unit()[1]})", "does not fit" in shown),
         ("~", tight, "tight", "tight" in shown),
         ("0.90", "", "offload ratio", any(plan.fits and plan.mode != "gpu" for plan in plans)),
@@ -580,7 +582,7 @@ class PresetsScreen(FiltersTable):
 
     def action_all_reasons(self) -> None:
         if (chosen := self.table.chosen()) is not None:
-            plan_view.show_whole(self.app, chosen[0].title, chosen[1])
+            preset_actions.show_plan(self.app, chosen[0].title, chosen[1])
 
     def action_launch(self) -> None:
         if (chosen := self.table.chosen()) is not None:
