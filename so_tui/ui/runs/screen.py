@@ -187,8 +187,6 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         if parameters == ("resume",):
             return row is not None and row.state.state in run_actions.RESUMABLE
-        if parameters == ("chat",):
-            return row is not None and row.state.saved_step is not None
         if parameters in (("stop",), ("delete",)):
             return row is not None and row.live == (parameters == ("stop",))
         return True
