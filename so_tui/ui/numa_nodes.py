@@ -123,7 +123,7 @@ _PLOTS: dict[NodePlot, tuple[Sequence[str], str]] = {
 the panel's heading says of it.
 """
 TWO_COLUMNS = 100
-"""Cells from which on nodes over time stand in two columns."""
+"""Least cells for nodes over time in two columns."""
 FEW_CORES = 2
 """Cores of a node up to which a band between the idlest and the busiest says nothing."""
 GAP = 2
@@ -185,7 +185,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self._plots: dict[tuple[str, int], tuple[object, _Rows]] = {}
         """What each node's plot was drawn for, and its rows."""
         self._lines_of: tuple[object, object, object] = (None, None, None)
-        """What the lines were made for."""
+        """Width, look and data of the lines."""
         self._table = Table([], [])
 
     def show(

@@ -139,6 +139,31 @@ async def test_a_superchip_has_one_line_with_whole_figures(runs_dir: Path, width
         assert "host memory" in heading
 
 
+@pytest.mark.parametrize(("cores", "banded"), [(1, False), (2, False), (16, True)])
+async def test_one_or_two_cores_have_no_band(runs_dir: Path, cores: int, banded: bool) -> None:
+    machine = quad_machine(nodes=1, cores=cores)
+    run = write_run(runs_dir, machine=machine, gpus=1, preset="tiny", steps=60, total=99)
+    found = SampleReader(run, machine.hostname).poll()[-1]
+    loads = tuple(range(0, 100, 100 // cores))[:cores]
+    node = replace(found.nodes[0], cores=loads)
+    for second in range(1, 60):
+        later = replace(found, time=found.time + second, nodes=(node,), gpus=())
+        append_samples(run, machine.hostname, later)
+    async with opened(runs_dir, (100, 50), open_run=run, shows="training") as ui:
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.press("x")
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.load[1].length > 50, 10)
+        assert nodes.plot_height > 2
+        band = nodes._role_styles.get(nodes)["band"].color
+        drawn = [
+            part.style.color
+            for y in range(nodes.lines, nodes.size.height - 1)
+            for part in nodes.render_line(y)
+            if part.style is not None and part.text.strip()
+        ]
+        assert (band in drawn) == banded
+
+
 def test_hardware_is_named_only_as_far_as_it_is_known() -> None:
     store = LoadStore()
     gpus = [GpuSample(index=at, busy_percent=5, pcie_to_gpu_bytes_per_s=1e9) for at in range(2)]

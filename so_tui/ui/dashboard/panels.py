@@ -144,7 +144,7 @@ COLUMNS = (
 )
 """Names and cells of the columns; those at the right are left out first."""
 MOST_STEPS = 2_000
-"""Steps whose records are kept for their rows, beside those in sight."""
+"""Most records of steps that are kept for their rows."""
 
 
 def _step_of(line: str, *, own: bool = False) -> int | None:
@@ -433,7 +433,7 @@ LONGEST_LIST = 40
 
 
 class PlacementPanel(StyledLines):
-    """A line for each rank that is not where it was planned, and one for all others."""
+    """A line for each misplaced rank, and one for all others."""
 
     _shown: tuple[object, ...] = ()
     """What the lines say."""
