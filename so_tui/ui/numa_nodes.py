@@ -388,7 +388,7 @@ class NumaPanel(KeptVertical):
         if self.nodes.labelled and self.nodes.lines and self._width:
             labels = self.nodes.table(self.inner(self._width)).labels
             first = self.nodes.pictures[0].short.partition(" ")[0] if self.nodes.pictures else "GPU"
-            title = columns_title(first, labels, SIDE if framed(self) else 0)
+            title = columns_title(first, labels, SIDE if framed(self) else 0, self._width)
         self.heading.update(title, *((f"{counted}   {note}", note) if note else (counted,)))
 
     @property

@@ -136,7 +136,9 @@ async def test_a_superchip_has_one_line_with_whole_figures(runs_dir: Path, width
             row = ui.lines()[nodes.region.y]
             title = ui.lines()[nodes.region.y - 1]
             assert title.index(name) == row.index(f" {mark}") + 1, (title, row)
-        assert "host memory" in heading
+        assert " host" in heading
+        assert heading.endswith("╮" if width >= 100 else "─")
+        assert len(heading) == ui.find("NumaPanel", NumaPanel).heading.size.width
 
 
 @pytest.mark.parametrize(("cores", "banded"), [(1, False), (2, False), (16, True)])

@@ -413,7 +413,9 @@ class LogPanel(KeptVertical):
                 names = zip(ends, COLUMNS, strict=True)
                 labels = [(end - 1 - len(name), name) for end, (name, _) in names][1:]
                 fitting = labels[: max(0, _columns_in(log.size.width) - 1)]
-                title = columns_title("log", fitting, SIDE if framed(self) else 0)
+                title = columns_title(
+                    "log", fitting, SIDE if framed(self) else 0, self.heading.size.width
+                )
             self.heading.update(title, text)
             return
         found = f"{plural(len(log.matches), 'line')} with “{log.needle}”"
