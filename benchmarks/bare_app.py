@@ -2,11 +2,10 @@
 else: the measure of ``dashboard_cost``.
 
 With each tick it draws what the dashboard draws: six charts of the same size, 288 cores, and the
-lines of figures (a title, a step, two headings of nodes, four GPUs, four lines of the log), which
-at 160x45 are 3952 cells of charts and 2212 cells of cores and lines. Each widget that changes is
-drawn and refreshed as a whole, as Textual has it, in one style. Rows of the dashboard that do not
-change (its top line, tabs, headings and keys) are left empty. It reads nothing, formats nothing,
-and has no axes, marks, legends or focus.
+lines of figures (a title, a step, two nodes with their cores, four GPUs, four lines of the log).
+Each widget that changes is drawn and refreshed as a whole, as Textual has it, in one style. Rows of
+the dashboard that do not change (its top line, tabs, headings and keys) are left empty. It reads
+nothing, formats nothing, and has no axes, marks, legends or focus.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ class BareApp(App[None]):
     Grid { grid-size: 3; height: 1fr; }
     Grid Drawn { margin-right: 2; height: 100%; }
     #title, #step { height: 1; }
-    #nodes, #gpus, #log { height: 4; }
+    #nodes { height: 2; }
+    #gpus, #log { height: 4; }
     """
 
     def __init__(self, tick_s: float, begun: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class BareApp(App[None]):
             chart.show(self._plot(*chart.size))
         loads = [LEVELS[int(8 * self._noise.random())] for _ in range(CORES)]
         cores = ["".join(loads[at : at + CORES // 2]) for at in range(0, CORES, CORES // 2)]
-        self.query_one("#nodes", Drawn).show([self._line(0), cores[0], self._line(1), cores[1]])
+        self.query_one("#nodes", Drawn).show(cores)
         for name, rows in (("title", 1), ("step", 1), ("gpus", 4), ("log", 4)):
             self.query_one(f"#{name}", Drawn).show([self._line(row) for row in range(rows)])
 

@@ -35,9 +35,9 @@ def curves(
     """Return curves over steps, under a legend that names all of them.
 
     Args:
-        title: Of the figure.
-        drawn: Of each curve its label and its points (x, y). Where y is not finite, or not above 0
-            on a logarithmic axis, a curve has a gap.
+        title: The figure's title.
+        drawn: Label and points (x, y) of each curve. A curve has a gap where y is not finite, or
+            not above 0 on a logarithmic axis.
         log: Whether the y axis is logarithmic.
         axes: Titles of the x axis and of the y axis.
     """

@@ -107,18 +107,13 @@ class NodePicture(NamedTuple):
         parts = [brief_line(self.host, 16), self.short]
         if parts[1].startswith("node"):
             parts += [f"GPU {self.alone.index}"] if self.alone is not None else []
-            parts += [rank_names(self.ranks)] if self.ranks else []
+            parts += [_rank_names(self.ranks)] if self.ranks else []
         return " · ".join(filter(None, parts))
 
 
-def rank_names(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
     """Return ``rank 0``, or ``ranks 0-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {cpu_ranges(ranks)}"
-
-
-def rank_name(rank: int, gpu: int | None) -> str:
-    """Return ``rank 0 · GPU 0``, or ``rank 0``."""
-    return f"rank {rank}" if gpu is None else f"rank {rank} · GPU {gpu}"
 
 
 # The lines of nodes and GPUs: columns that are the same in all, and as many as have room.

@@ -123,7 +123,7 @@ _PLOTS: dict[NodePlot, tuple[Sequence[str], str]] = {
 the panel's heading says of it.
 """
 TWO_COLUMNS = 100
-"""Cells from which on nodes over time stand in two columns."""
+"""Least cells for nodes over time in two columns."""
 FEW_CORES = 2
 """Cores of a node up to which a band between the idlest and the busiest says nothing."""
 GAP = 2
@@ -185,7 +185,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self._plots: dict[tuple[str, int], tuple[object, _Rows]] = {}
         """What each node's plot was drawn for, and its rows."""
         self._lines_of: tuple[object, object, object] = (None, None, None)
-        """What the lines were made for."""
+        """Width, look and data of the lines."""
         self._table = Table([], [])
 
     def show(
@@ -359,7 +359,7 @@ class NumaPanel(KeptVertical):
     def __init__(self, *below: Widget) -> None:
         self._below = below
         """What else the frame surrounds."""
-        self._width = 0
+        self._width, self._headed = 0, True
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -380,21 +380,16 @@ class NumaPanel(KeptVertical):
         pictures = tuple([_picture(shown, node) for node in shown.nodes])
         joined_gpus = {id(picture.gpus[0]) for picture in pictures if picture.alone is not None}
         loose = tuple([view for view in shown.gpus if id(view) not in joined_gpus])
-        self.nodes.show(pictures, loose, axis, cursor)
-        self._show_heading(shown)
-
-    def _show_heading(self, shown: Hosts) -> None:
-        """Name the columns, unless there is no room beside what must be known of the figures."""
         counted, note = _figure(shown, self.nodes.plot)
+        # The title line names the columns unless something must be known of their figures.
+        self.nodes.labelled = self._headed and not note
+        self.nodes.show(pictures, loose, axis, cursor)
         title = "NUMA nodes"
-        if self.nodes.lines and self._width:
+        if self.nodes.labelled and self.nodes.lines and self._width:
             labels = self.nodes.table(self.inner(self._width)).labels
             first = self.nodes.pictures[0].short.partition(" ")[0] if self.nodes.pictures else "GPU"
-            named = columns_title(first, labels, SIDE if framed(self) else 0)
-            if not note or len(named) + len(note) + 9 <= self._width:
-                title = named
-        both = f"{counted}   {note}" if note else counted
-        self.heading.update(title, *((both, note) if note else (counted,)))
+            title = columns_title(first, labels, SIDE if framed(self) else 0, self._width)
+        self.heading.update(title, *((f"{counted}   {note}", note) if note else (counted,)))
 
     @property
     def wanted(self) -> Sequence[str]:
@@ -418,7 +413,7 @@ class NumaPanel(KeptVertical):
         """Give every node ``history`` rows of its load over time, and show or hide the title line
         and with it the frame.
         """
-        self.heading.display = self.nodes.labelled = heading
+        self.heading.display = self._headed = heading
         self.set_class(not heading, "-bare")
         if history != self.nodes.plot_height:
             self.nodes.plot_height = history
@@ -448,20 +443,15 @@ def _picture(shown: Hosts, node: NodeView) -> NodePicture:
     adam = frozenset(cpu for rank in ranks for cpu in rank.adam_cpus)
     main = frozenset(cpu for rank in ranks for cpu in rank.main_cpus)
     used = {rank.gpu for rank in ranks}
+
+    def attached(gpu: GpuView) -> bool:
+        at = shown.gpu_nodes.get(gpu.sample.index)
+        return gpu.sample.index in used if at is None else at == node.sample.id
+
     return NodePicture(
         node,
         node.host if shown.count > 1 else "",
         tuple(sorted(rank.rank for rank in ranks)),
         group_cores(node.cpus, adam, main),
-        tuple(
-            [
-                gpu
-                for gpu in shown.gpus
-                if gpu.host == node.host
-                and (
-                    shown.gpu_nodes.get(gpu.sample.index) == node.sample.id
-                    or gpu.sample.index in used
-                )
-            ]
-        ),
+        tuple([gpu for gpu in shown.gpus if gpu.host == node.host and attached(gpu)]),
     )

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import MOST_ROWS, FollowedSteps, Line, Series, Wanted, mean_of
-from so_tui.ui.form import values_of
 
 # Every run as a row: read in a worker, and only again where something changed.
 
@@ -60,52 +59,10 @@ class RunRow:
         """The model's label; ``?`` for a run whose settings cannot be read."""
         return self.spec.label if self.spec is not None else "?"
 
-    @cached_property
+    @property
     def sources(self) -> tuple[str, ...]:
         """What it trains on."""
         return tuple(source.source for source in self.spec.data.sources) if self.spec else ()
-
-    @cached_property
-    def settings(self) -> Mapping[str, str]:
-        """Every setting as text, by its key in small letters."""
-        known = {} if self.spec is None else values_of(self.spec)
-        return {key.lower(): text.lower() for key, text in known.items()}
-
-    @cached_property
-    def _words(self) -> str:
-        words = self.run.name, self.model, self.state.state, self.state.host, *self.sources
-        return " ".join((*words, *self.notes.tags, self.notes.note)).lower()
-
-    def matches(self, needle: str) -> bool:
-        """Return whether the run has every word of a text in small letters: ``#good`` and
-        ``tag:good`` are tags, ``ratio=0.9`` is a setting by its key or the end of it, and other
-        words are looked for in name, model, state, tags, note, data and host.
-        """
-        return all(self._has(word) for word in needle.split())
-
-    def _has(self, word: str) -> bool:
-        for sign in ("#", "tag:"):
-            if word.startswith(sign):
-                wanted = word.removeprefix(sign)
-                return any(tag.lower().startswith(wanted) for tag in self.notes.tags)
-        key, equals, value = word.partition("=")
-        if not equals:
-            return word in self._words
-        return any(
-            _same(text, value)
-            for path, text in self.settings.items()
-            if path == key or path.endswith(f".{key}")
-        )
-
-
-def _same(text: str, wanted: str) -> bool:
-    """Return whether a setting is what was typed, which may be the beginning of it, or the same
-    number.
-    """
-    try:
-        return float(text.replace(",", "")) == float(wanted.replace(",", ""))
-    except ValueError:
-        return text.startswith(wanted)
 
 
 class _Known(NamedTuple):

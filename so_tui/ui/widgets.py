@@ -285,13 +285,21 @@ TITLE_AT = 3
 """Cells of a title line before its title."""
 
 
-def columns_title(first: str, labels: Iterable[tuple[int, str]], before: int) -> str:
-    """Return a title that names columns: ``first``, then each with the cell of a row at which it
-    begins; rows begin at cell ``before`` of the title line. A name without room is left out.
+TITLE_END = 3
+"""Cells of a title line that its end takes."""
+
+
+def columns_title(first: str, labels: Iterable[tuple[int, str]], before: int, width: int) -> str:
+    """Return a title that names columns, for a title line of ``width`` cells: ``first``, then each
+    with the cell of a row at which it begins; rows begin at cell ``before`` of the line. A name
+    that has no room is cut after its first word, or left out.
     """
-    title = first
+    title, room = first, width - TITLE_AT - TITLE_END
     for at, label in labels:
-        if (start := at + before - TITLE_AT) > len(title):
+        start = at + before - TITLE_AT
+        if start + len(label) > room:
+            label = label.partition(" ")[0]
+        if len(title) < start <= room - len(label):
             title = f"{title} ".ljust(start - 1, "─") + f" {label}"
     return title
 

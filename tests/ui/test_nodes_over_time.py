@@ -81,8 +81,9 @@ async def test_one_key_shows_load_heat_and_memory(runs_dir: Path, size: tuple[in
         await ui.until(lambda: nodes.plot == "cores" and nodes.pictures[0].view.cores)
         await ui.until(lambda: nodes.size.height > 4 * (2 + 1))
         lines = rows_of(nodes)
-        for sign in ("A ", "m "):
-            assert sum(line.startswith(sign) for line in lines) >= 4, lines
+        for sign in "Am":
+            labels = [re.findall(rf"\b{sign} +\d+ ", line) for line in lines[4:]]
+            assert sum(map(len, labels)) >= 4, lines
         assert lines[-1].startswith("  step ─"), "the axis has labels"
         await ui.press("h")
         await ui.until(lambda: nodes.plot == "memory" and nodes.pictures[0].view.memory)
@@ -135,7 +136,34 @@ async def test_a_superchip_has_one_line_with_whole_figures(runs_dir: Path, width
             row = ui.lines()[nodes.region.y]
             title = ui.lines()[nodes.region.y - 1]
             assert title.index(name) == row.index(f" {mark}") + 1, (title, row)
-        assert "host memory" in heading
+        assert " host" in heading
+        assert heading.endswith("╮" if width >= 100 else "─")
+        assert len(heading) == ui.find("NumaPanel", NumaPanel).heading.size.width
+
+
+@pytest.mark.parametrize(("cores", "banded"), [(1, False), (2, False), (16, True)])
+async def test_one_or_two_cores_have_no_band(runs_dir: Path, cores: int, banded: bool) -> None:
+    machine = quad_machine(nodes=1, cores=cores)
+    run = write_run(runs_dir, machine=machine, gpus=1, preset="tiny", steps=60, total=99)
+    found = SampleReader(run, machine.hostname).poll()[-1]
+    loads = tuple(range(0, 100, 100 // cores))[:cores]
+    node = replace(found.nodes[0], cores=loads)
+    for second in range(1, 60):
+        later = replace(found, time=found.time + second, nodes=(node,), gpus=())
+        append_samples(run, machine.hostname, later)
+    async with opened(runs_dir, (100, 50), open_run=run, shows="training") as ui:
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.press("x")
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.load[1].length > 50, 10)
+        assert nodes.plot_height > 2
+        band = nodes._role_styles.get(nodes)["band"].color
+        drawn = [
+            part.style.color
+            for y in range(nodes.lines, nodes.size.height - 1)
+            for part in nodes.render_line(y)
+            if part.style is not None and part.text.strip()
+        ]
+        assert (band in drawn) == banded
 
 
 def test_hardware_is_named_only_as_far_as_it_is_known() -> None:

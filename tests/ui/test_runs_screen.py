@@ -28,9 +28,11 @@ from so_tui.settings_file import load_settings
 from so_tui.spec import with_values
 from so_tui.ui.charts.chart import Chart, look_of
 from so_tui.ui.charts.series import write_picture
+from so_tui.ui.form import values_of
 from so_tui.ui.run_actions import _note_text, _parsed_note
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.runs.comparison import comparison
+from so_tui.ui.runs.search import search
 from so_tui.ui.runs.table import RunTable
 from so_tui.ui.text import Content
 from tests.support.launching import tiny
@@ -217,6 +219,16 @@ def compared(
     return comparison(rows, results, looks, sort)[1](width)
 
 
+def test_every_setting_can_be_searched_for() -> None:
+    spec = tiny()
+    row = RunRow(RunDirectory(Path("/runs/a")), spec, RunState(name="a", state="finished"))
+    unreadable = RunRow(RunDirectory(Path("/runs/b")), None, row.state)
+    for path, text in values_of(spec).items():
+        wanted = text.lower().split()
+        if wanted:
+            assert search([row, unreadable], f"{path}={wanted[0]}".lower()) == [row], path
+
+
 def styles_of(content: Content, text: str) -> list[str]:
     """Return the styles of the spans that are exactly a text."""
     plain = content.plain
@@ -229,7 +241,11 @@ def styles_of(content: Content, text: str) -> list[str]:
 def test_compared_runs_are_ranked_and_the_best_marked(width: int) -> None:
     slow = RunResults(loss=1.25, tokens_per_s=900.0, step_s=2.0)
     fast = RunResults(loss=1.5, tokens_per_s=1400.0, step_s=1.0)
-    runs = [("fast", fast, {}), ("none", RunResults(), {}), ("slow", slow, {})]
+    runs: list[tuple[str, RunResults, dict[str, str]]] = [
+        ("fast", fast, {}),
+        ("none", RunResults(), {}),
+        ("slow", slow, {}),
+    ]
     shown = compared(runs, width=width)
     first, second, third = shown.plain.splitlines()[1:4]
     assert [line.split()[2] for line in (first, second, third)] == ["slow", "fast", "none"]

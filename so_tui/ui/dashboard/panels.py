@@ -144,7 +144,7 @@ COLUMNS = (
 )
 """Names and cells of the columns; those at the right are left out first."""
 MOST_STEPS = 2_000
-"""Steps whose records are kept for their rows, beside those in sight."""
+"""Most records of steps that are kept for their rows."""
 
 
 def _step_of(line: str, *, own: bool = False) -> int | None:
@@ -413,7 +413,9 @@ class LogPanel(KeptVertical):
                 names = zip(ends, COLUMNS, strict=True)
                 labels = [(end - 1 - len(name), name) for end, (name, _) in names][1:]
                 fitting = labels[: max(0, _columns_in(log.size.width) - 1)]
-                title = columns_title("log", fitting, SIDE if framed(self) else 0)
+                title = columns_title(
+                    "log", fitting, SIDE if framed(self) else 0, self.heading.size.width
+                )
             self.heading.update(title, text)
             return
         found = f"{plural(len(log.matches), 'line')} with “{log.needle}”"
@@ -433,7 +435,7 @@ LONGEST_LIST = 40
 
 
 class PlacementPanel(StyledLines):
-    """A line for each rank that is not where it was planned, and one for all others."""
+    """A line for each misplaced rank, and one for all others."""
 
     _shown: tuple[object, ...] = ()
     """What the lines say."""

@@ -21,6 +21,7 @@ from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.comparison import comparison
 from so_tui.ui.runs.preview import RunPreview, drawn_looks
+from so_tui.ui.runs.search import search
 from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets import Divider, FindField, keys
@@ -144,7 +145,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         """Redraw the table and keep the cursor on its run."""
         wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
-        rows = [row for row in ordered(runs, self._curves, order) if row.matches(wanted)]
+        rows = search(ordered(runs, self._curves, order), wanted)
         unread = self.app.unread_runs
         said = [f"{thousands(unread)} more to be read"] if unread else []
         said += [f"sorted by {order.sort}"] if order.sort != "started" else []
@@ -187,8 +188,6 @@ class RunsScreen(FiltersTable, ResizablePage):
         row = self.table.chosen()
         if parameters == ("resume",):
             return row is not None and row.state.state in run_actions.RESUMABLE
-        if parameters == ("chat",):
-            return row is not None and row.state.saved_step is not None
         if parameters in (("stop",), ("delete",)):
             return row is not None and row.live == (parameters == ("stop",))
         return True

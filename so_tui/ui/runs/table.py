@@ -128,7 +128,7 @@ def _fitted(
 
 def _with_room(rows: Sequence[Cells], room: int, padding: int, order: RunListSettings) -> list[str]:
     """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
-    cut number is another number. The one that they are sorted by is dropped last.
+    cut number would be wrong. The one that they are sorted by is dropped last.
     """
     kept = SORTED_COLUMNS[order.sort]
     texts = {name: [row[name].plain for row in rows] for name in COLUMNS}
@@ -217,7 +217,7 @@ class RunTable(FittedTable):
         return self.shown[self.cursor_row] if 0 <= self.cursor_row < len(self.shown) else None
 
     def validate_cursor_coordinate(self, value: Coordinate) -> Coordinate:
-        """Keep the cursor off the headings of groups: it goes on the way that it went."""
+        """Keep the cursor off the headings of groups: it moves past them."""
         value = super().validate_cursor_coordinate(value)
         step = 1 if value.row >= self.cursor_row or value.row == 0 else -1
         row = value.row
