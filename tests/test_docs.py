@@ -105,7 +105,7 @@ def test_explained_tables_and_plans_are_printed(tmp_path: Path) -> None:
         re.MULTILINE | re.DOTALL,
     )
     lines = [line for line in shown.splitlines() if line != "..."]
-    assert len(lines) == 7
+    assert len(lines) == 10
     table = "--machine gh200-quad-120"
     for arguments, columns, explained in (
         (table, 80, rows[:4]),

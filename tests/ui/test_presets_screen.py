@@ -27,7 +27,8 @@ from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.dialogs import AskText, Question
 from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.other_machine import _MachineSuggester
-from so_tui.ui.presets.screen import PresetsScreen, _PresetTable
+from so_tui.ui.presets.screen import PresetsScreen
+from so_tui.ui.presets.table import PresetTable
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
 from tests.support.machines import machine_json, x86
@@ -60,7 +61,7 @@ async def test_no_figure_is_cut_at_any_width(runs_dir: Path, name: str) -> None:
     async with opened(runs_dir, (80, 24), machine=named_machine(name), machine_file=name) as ui:
         table = await ui.presets()
         assert isinstance(ui.screen, PresetsScreen)
-        assert isinstance(table, _PresetTable)
+        assert isinstance(table, PresetTable)
         rows, counts = ui.screen.rows, ui.screen.counts
         speeds = {
             (row.preset, gpus): rate(plan.useful_tokens_per_s_total or 0)
@@ -92,7 +93,7 @@ async def test_no_figure_is_cut_at_any_width(runs_dir: Path, name: str) -> None:
 async def test_every_number_of_gpus_is_reached_where_few_fit(runs_dir: Path) -> None:
     async with opened(runs_dir, (40, 24)) as ui:
         table = await ui.presets()
-        assert isinstance(table, _PresetTable)
+        assert isinstance(table, PresetTable)
         seen = []
         for key in ("home", "right", "right", "right", "left", "left"):
             await ui.press(key)
@@ -120,7 +121,7 @@ async def test_a_cell_says_what_is_short_and_a_line_what_marks_mean(runs_dir: Pa
 async def test_all_reasons_of_the_plan_under_the_cursor_are_a_key_away(runs_dir: Path) -> None:
     async with opened(runs_dir, (80, 24)) as ui:
         table = await ui.presets()
-        assert isinstance(table, _PresetTable)
+        assert isinstance(table, PresetTable)
         chosen = table.chosen()
         assert chosen is not None
         await ui.press("w")
