@@ -33,7 +33,7 @@ from textual.filter import ANSIToTruecolor, LineFilter
 from textual.geometry import Region
 from textual.message import Message
 from textual.message_pump import MessagePump
-from textual.notifications import SeverityLevel
+from textual.notifications import Notify
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
@@ -312,22 +312,13 @@ class FixedApp(App[Result]):
         if not self.is_headless and _terminal_lost(sys.__stdin__):
             self.exit()
 
-    def notify(
-        self,
-        message: str,
-        *,
-        title: str = "",
-        severity: SeverityLevel = "information",
-        timeout: float | None = None,
-        markup: bool = True,
-    ) -> None:
-        """Show a note in place of an earlier one, which Textual leaves below it, over what it
-        covers. Warnings and errors stay until their time is over.
+    def on_notify(self, event: Notify) -> None:
+        """Remove earlier notes before another is shown: Textual piles them up, over what they
+        cover. Warnings and errors stay until their time is over.
         """
         for note in list(self._notifications):
-            if note.severity == "information" == severity:
+            if note.severity == "information" == event.notification.severity:
                 self._unnotify(note)
-        super().notify(message, title=title, severity=severity, timeout=timeout, markup=markup)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy a text as it is shown: pasted into a terminal, a control character would act

@@ -352,3 +352,12 @@ async def test_grey_text_is_legible_under_the_cursor(runs_dir: Path, theme: str)
             assert style is not None
             light = sorted(map(luminance, (style.color, style.bgcolor)))
             assert (light[1] + 0.05) / (light[0] + 0.05) >= 3, (text, style)
+
+
+async def test_a_note_replaces_the_one_before_but_no_warning(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        ui.app.notify("first")
+        ui.app.notify("careful", severity="warning")
+        ui.app.notify("second")
+        await ui.until(lambda: "second" in ui.notes())
+        assert ui.notes() == ["careful", "second"]
