@@ -1,10 +1,11 @@
 """Draw the pictures of the README.
 
-Dashboard, Presets and Configure are those of four GH200, with the simulated run of the tests: what
-a user of such a host will see. Runs and Machine are of a real run of the tiny model on this host.
+``h200`` is the dashboard of a real run on two H200, from its records in ``h200.tar.xz``. Dashboard,
+Presets and Configure are those of four GH200, with the simulated run of the tests: what a user of
+such a host will see. Runs and Machine are of a real run of the tiny model on this host.
 
     make screenshots
-    python screenshots/make.py --simulated  # only the first three: seconds
+    python screenshots/make.py --simulated  # only what needs no run on this host: seconds
     python screenshots/make.py --run RUN --name dashboard-two-nodes
         # only the dashboard, of a run that there is
 
@@ -15,14 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import pytest
     from textual.app import App
 
     from tests.support.screen import Driver
@@ -97,14 +101,9 @@ async def draw_simulated(runs_dir: Path) -> None:
     from tests.support.screen import Driver
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TZ", "UTC")
-        time.tzset()
+        _stop_clocks(patch)
         pictured.write_runs(runs_dir, patch)
         patch.setattr("time.time", lambda: pictured.NOW)
-        # Nobody supervises the run: it would be taken for lost.
-        patch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
-        patch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: 0.0)
-        patch.setattr("so_tui.doctor.findings", lambda *_, **__: ())
         for suffix, size in SIZES.items():
             machine = replace(quad_machine(), live=True)
             app = SoTuiApp(
@@ -113,6 +112,41 @@ async def draw_simulated(runs_dir: Path) -> None:
             async with app.run_test(size=size) as pilot:
                 await _save_pages(Driver(app, pilot), suffix)
     time.tzset()
+
+
+async def draw_recorded(runs_dir: Path) -> None:
+    """Save a picture of the dashboard of the recorded run, at the time of its last record."""
+    import pytest
+    from msgspec.structs import replace
+
+    from so_tui.launch.launch import read_launch
+    from so_tui.runs import RunDirectory
+    from so_tui.ui.app import SoTuiApp
+
+    with tarfile.open(FOLDER / "h200.tar.xz") as archive:
+        archive.extractall(runs_dir, filter="data")
+    (folder,) = runs_dir.iterdir()
+    run = RunDirectory(folder)
+    machine = replace(read_launch(run, 1).machine, live=True)
+    (samples,) = folder.glob("samples.*/raw-*.jsonl")
+    copied_at = json.loads(samples.read_text().splitlines()[-1])["time"]
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_clocks(patch)
+        patch.setattr("time.time", lambda: copied_at)
+        app = SoTuiApp(machine=machine, runs_dir=runs_dir, open_run=run)
+        async with app.run_test(size=SIZES[""]) as pilot:
+            await pilot.pause(6.0)
+            save(app, "h200")
+    time.tzset()
+
+
+def _stop_clocks(patch: pytest.MonkeyPatch) -> None:
+    """Let records of the past stand for a run that is live, though nobody supervises it."""
+    patch.setenv("TZ", "UTC")
+    time.tzset()
+    patch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
+    patch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: 0.0)
+    patch.setattr("so_tui.doctor.findings", lambda *_, **__: ())
 
 
 async def _save_pages(ui: Driver, suffix: str) -> None:
@@ -175,6 +209,7 @@ def main() -> None:
         if given.run:
             asyncio.run(draw_dashboard(given.run.absolute(), given.name))
             return
+        asyncio.run(draw_recorded(Path(scratch) / "recorded"))
         asyncio.run(draw_simulated(Path(scratch) / "simulated"))
         if not given.simulated:
             asyncio.run(draw(Path(scratch) / "runs"))

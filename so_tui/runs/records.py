@@ -33,8 +33,9 @@ class Cause(Struct, frozen=True, kw_only=True):
     """Of a step, the most that it explains."""
     measured: float
     """In the unit of the code: misplaced ranks for ``binding``, a share of memory for
-    ``memory-node``, a share of core time for ``foreign-load``, MHz for ``clocks``, bytes per second
-    for ``copies`` and ``adam``, seconds for ``data``.
+    ``memory-node``, a share of core time for ``foreign-load``, MHz for ``clocks``, a share of steps
+    for ``clipping`` (planned: seconds of such a step), bytes per second for ``copies`` and
+    ``adam``, seconds for ``data``.
     """
     planned: float
     rank: int = 0

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.launch.supervisor import slowness
 from so_tui.plan.binding import bind_ranks
+from so_tui.plan.notes import StepsEarly
 from so_tui.plan.plan import Plan, PlannedRates, StepTime
 from so_tui.plan.planner import make_plan
 from so_tui.runs.records import (
@@ -41,7 +42,8 @@ RATES = PlannedRates(
     h2d_bytes=20_000_000_000,
 )
 STEP = StepTime(forward_s=0.8, backward_s=2.0, exposed_optimizer_s=0.1, data_s=0.1)
-PLAN: Any = SimpleNamespace(rates=RATES, binding=BINDING)
+WAITS = StepsEarly(share=1.0, bytes=1, why_none="memory", held_back_step_s=4.5)
+PLAN: Any = SimpleNamespace(rates=RATES, binding=BINDING, reasons=(WAITS,))
 SLOW = slowness._Measured(
     step_s=4.5,
     data_s=0.1,
@@ -70,6 +72,7 @@ SLOW_ADAM = {"adam_busy_s": 2.8, "adam_bytes_per_s": 70e9}
         ({"h2d_bytes_per_s": 25e9}, ["copies"]),
         (SLOW_ADAM, ["adam"]),
         ({"data_s": 1.6}, ["data"]),
+        ({"held_back_share": 0.9}, ["clipping"]),
         # A load on the cores comes before the Adam that it slows; what explains little comes last.
         ({"foreign_share": 0.4, **SLOW_ADAM}, ["foreign-load", "adam"]),
         ({"foreign_share": 0.12, **SLOW_ADAM}, ["adam", "foreign-load"]),
@@ -146,12 +149,16 @@ def test_plans_say_at_what_rates_they_count() -> None:
 
 def test_measured_are_medians_of_steps_and_the_slowest_clock() -> None:
     lengths = enumerate((1.0, 9.0, 2.0))
-    steps = [step_record(step, step_s=long_s, adam_bytes_per_s=1e11) for step, long_s in lengths]
+    steps = [
+        step_record(step, step_s=long_s, adam_bytes_per_s=1e11, gradient_norm=long_s - 0.5)
+        for step, long_s in lengths
+    ]
     samples = [sample(0, clock_mhz=1200), sample(1, clock_mhz=1300)]
-    measured = slowness._measured_of(steps, samples, MACHINE, plan().binding)
+    measured = slowness._measured_of(steps, samples, MACHINE, plan())
     rates = (measured.adam_bytes_per_s, measured.d2h_bytes_per_s)
     assert (measured.step_s, *rates) == (2.0, 100e9, None)
     assert measured.clock == slowness._Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
+    assert measured.held_back_share == pytest.approx(2 / 3)  # norms of 0.5, 8.5 and 1.5
 
 
 def watch(
@@ -233,7 +240,7 @@ def test_fast_steps_are_thinned_out() -> None:
     assert watching.found is not None
 
 
-CAUSES = ("binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data")
+CAUSES = ("binding", "memory-node", "foreign-load", "clocks", "clipping", "copies", "adam", "data")
 
 
 def test_every_cause_has_words_that_are_few() -> None:

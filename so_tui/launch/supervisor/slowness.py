@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from so_tui.folders import Environment
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.machine.types import Machine
-from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
+from so_tui.plan.notes import StepsEarly
+from so_tui.plan.plan import Plan, PlannedRates, StepTime
 from so_tui.runs.records import (
     Cause,
     MetricRecord,
@@ -108,6 +109,8 @@ class _Measured(Struct, frozen=True, kw_only=True):
     """Names of the busiest of them."""
     clock: _Clock | None = None
     placement: Placements = ()
+    held_back_share: float = 0.0
+    """Share of the steps whose gradient norm exceeded the limit, so that Adam waited for it."""
 
 
 def _ranked_causes(measured: _Measured, plan: Plan, step: StepTime) -> tuple[Cause, ...]:
@@ -162,6 +165,14 @@ def _causes(measured: _Measured, plan: Plan, step: StepTime) -> Iterator[Cause]:
     if clock and (clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz):
         lost_s = (measured.forward_s + measured.backward_s) * (1 - clock.mhz / clock.max_mhz)
         yield Cause(code="clocks", seconds=lost_s, measured=clock.mhz, planned=clock.max_mhz)
+    waits_s = next(
+        (fact.held_back_step_s for fact in plan.reasons if isinstance(fact, StepsEarly)), None
+    )
+    if waits_s is not None and measured.held_back_share:
+        seconds = measured.held_back_share * (waits_s - step.total_s)
+        yield Cause(
+            code="clipping", seconds=seconds, measured=measured.held_back_share, planned=waits_s
+        )
     if plan.rates is not None:
         yield from _slow_transfers(measured, plan.rates)
     yield Cause(
@@ -209,13 +220,14 @@ def _measured_of(
     steps: Sequence[StepRecord],
     samples: Sequence[Sample],
     machine: Machine,
-    binding: Sequence[RankBinding],
+    plan: Plan,
 ) -> _Measured:
     """Return what was measured over some steps (at least one), with the samples of the host that
     were taken meanwhile.
     """
-
+    binding, limit = plan.binding, plan.spec.train.gradient_clipping
     cpus = {cpu for rank in binding for cpu in rank.cpus}
+    norms = [norm for step in steps if (norm := step.gradient_norm) is not None]
     medians: dict[str, Any] = {}
     for name in _MEDIANS:
         values = [value for step in steps if (value := getattr(step, name)) is not None]
@@ -226,6 +238,7 @@ def _measured_of(
         foreign=_foreign_names(samples, cpus),
         clock=_slowest_clock(samples, {rank.gpu for rank in binding}),
         placement=next((sample.placement for sample in reversed(samples) if sample.placement), ()),
+        held_back_share=sum(norm > limit for norm in norms) / len(steps) if limit else 0.0,
     )
 
 
@@ -292,6 +305,10 @@ _WORDS = {
     "memory-node": "only {share} of rank {rank}'s memory is on its node",
     "foreign-load": "{others}",
     "clocks": "a GPU runs at {measured} of {planned} MHz",
+    "clipping": (
+        "gradient norms above the limit hold Adam back in {share} of the steps; the plan has "
+        "{planned_s} for these"
+    ),
     "copies": "copies between GPU and host reach {rate} instead of {planned_rate}",
     "adam": "Adam moves {rate} instead of {planned_rate}",
     "data": "each step waits {waited} for data",
@@ -310,6 +327,10 @@ _REMEDIES = {
     ),
     "clocks": (
         "`nvidia-smi -q -d PERFORMANCE` says what limits the clock: heat, power or a setting."
+    ),
+    "clipping": (
+        "Steps are as fast as planned once norms are below `train.gradient_clipping`. A higher "
+        "limit changes training."
     ),
     "copies": (
         "`so-tui doctor` checks the link between GPU and host; `so-tui calibrate` measures it once "
@@ -354,6 +375,7 @@ def _cause_text(cause: Cause) -> str:
         rate=bandwidth(measured),
         planned_rate=bandwidth(planned),
         waited=duration(measured),
+        planned_s=duration(planned),
     )
 
 
@@ -447,7 +469,7 @@ class SlowWatch:
         for half in (steps[:middle], steps[middle:]):
             if statistics.median(each.step_s for each in half) <= bound_s:
                 return None
-        measured = _measured_of(steps, self._samples, self._machine, self._plan.binding)
+        measured = _measured_of(steps, self._samples, self._machine, self._plan)
         return Slowdown(
             step=steps[-1].step,
             step_s=measured.step_s,
