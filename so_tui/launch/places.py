@@ -154,19 +154,12 @@ def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
     return replace(found, network=Network(gbit_per_s=gbit_per_s, source=source))
 
 
-def stands_in(planned_for: Machine, slurm: SlurmSpec) -> bool:
-    """Return whether what a partition is to train was planned for this host, because nobody has
-    described its nodes. Errors as for ``machine_of``.
-    """
-    here = planned_for.hostname == socket.gethostname()
-    return bool(slurm.partition) and here and not any(source_of(slurm))
-
-
 def unknown_nodes(spec: RunSpec, planned_for: Machine) -> str:
     """Return that a plan is for this host, which stands for unknown nodes; empty if it does not.
     Errors as for ``machine_of``.
     """
-    if not stands_in(planned_for, spec.slurm):
+    here = planned_for.hostname == socket.gethostname()
+    if not spec.slurm.partition or not here or any(source_of(spec.slurm)):
         return ""
     after = "the job chooses for its node" if spec.nodes == 1 else "its settings stay there"
     return (

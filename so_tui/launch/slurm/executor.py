@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from so_tui.folders import Environment, cache_home
 from so_tui.launch.launch import FORGOTTEN, Executor, Job, another_start, read_launch
-from so_tui.launch.places import stands_in
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
@@ -29,6 +28,7 @@ from so_tui.launch.slurm.script import (
     site_name,
 )
 from so_tui.launch.supervisor.ending import queued_state
+from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import (
     RunDirectory,
@@ -191,6 +191,13 @@ class Submission(Struct, frozen=True, kw_only=True):
     """
 
 
+def _is_this_host(planned_for: Machine) -> bool:
+    """Return whether a launch was planned for this host, which stands for nodes that no job has
+    seen.
+    """
+    return planned_for.hostname == socket.gethostname()
+
+
 class SlurmExecutor(Executor):
     """Submits supervisors to a partition."""
 
@@ -227,7 +234,7 @@ class SlurmExecutor(Executor):
             poll_s=site.poll_s,
             submitted=time.time(),
             works_in=self._works_in,
-            stands_in=attempt == 1 and stands_in(launch.machine, plan.spec.slurm),
+            stands_in=attempt == 1 and _is_this_host(launch.machine),
         )
         with run_lock(run, assume_dead=launch.assume_dead) as lock:
             before = read_state(run)
@@ -262,10 +269,9 @@ class SlurmExecutor(Executor):
         """
         spec, nodes = launch.spec, launch.machine
         site = load_site(site_name(spec.slurm.site))
-        here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
         problems = []
         built_for = site.architecture  # reads the interpreter's file
-        if built_for and not here and built_for != nodes.architecture:
+        if built_for and not _is_this_host(nodes) and built_for != nodes.architecture:
             problems.append(
                 Problem(
                     "foreign-interpreter",
