@@ -103,6 +103,7 @@ def run(arguments: Namespace) -> int:
             _report_warnings(missing_inputs(spec))
         launch = _prepared(spec, arguments)
         _report_warnings(executor_of(spec).unavailable(launch))
+        _report_place(launch)
         from so_tui.launch.show import render_launch, render_start, shown_launch
 
         if arguments.json:
@@ -131,6 +132,7 @@ def run(arguments: Namespace) -> int:
             begins=lambda check: print_note(f"so-tui: checking {CHECKS[check]} …", stderr=True),
         )
         _report_warnings(warnings)
+    _report_place(launch)
     _report_saving(launch)
     return _show(_start(launch, arguments), arguments, owner=True)
 
@@ -203,6 +205,13 @@ def _plain(arguments: Namespace) -> bool:
 def _report_warnings(warnings: Iterable[object]) -> None:
     for warning in warnings:
         print_note(f"so-tui: warning: {warning}", stderr=True)
+
+
+def _report_place(launch: Launch) -> None:
+    from so_tui.launch.places import unknown_nodes
+
+    if text := unknown_nodes(launch.spec, launch.machine):
+        print_note(f"so-tui: {text}", stderr=True)
 
 
 def _report_saving(launch: Launch) -> None:

@@ -3,7 +3,8 @@ continues in another job if need be.
 
 A plan's binding means nothing on other hardware, and the submitting host knows its nodes only by a
 description. So the job inspects its node and plans the same settings again; what was submitted
-stays as it was confirmed, where it fits.
+stays as it was confirmed, where it fits. Only if it was chosen for the submitting host, which stood
+for nodes that nobody had described, is it chosen anew for the node.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from so_tui.launch.checks import keeping_what_fits, refuse_full_disk, saved_checkpoints
 from so_tui.launch.command import log_line
-from so_tui.launch.launch import prepare_again, prepare_resume, read_launch, write_launch
+from so_tui.launch.launch import prepare, prepare_again, prepare_resume, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.executor import SlurmExecutor, Submission, read_submission
@@ -42,7 +43,7 @@ from so_tui.runs.directory import RunDirectory, own_run, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
-from so_tui.runs.state import read_state, write_state, write_state_even_if_full
+from so_tui.runs.state import read_state, write_spec, write_state, write_state_even_if_full
 from so_tui.spec import SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import readable_json
@@ -243,12 +244,15 @@ def supervise_in_job(run: RunDirectory, attempt: int, digest: str | None = None)
         written = nodes.node if run.launch_path(attempt, nodes.node).exists() else 0
         submitted = read_launch(run, attempt, digest, node=written)
         try:
-            launch = _fitting_the_disk(run, _planned_here(submitted, machine, nodes.node))
+            here = _planned_here(submitted, machine, nodes.node, anew=submission.stands_in)
+            launch = _fitting_the_disk(run, here)
             made = write_launch(run, attempt, launch, nodes.node)
         except SoTuiError as error:
             print(error, file=sys.stderr, flush=True)
             return _not_started(run, attempt, submitted, nodes, machine, not_started(error))
         if nodes.first:
+            if submission.stands_in and launch.spec.nodes == 1:
+                write_spec(run, launch.spec)  # what later attempts keep
             return _supervise_run(run, attempt, submission, launch, made, nodes)
         become_subreaper()
         return NodeSupervisor(run, attempt, launch, made, nodes).watch()
@@ -293,11 +297,24 @@ def _supervise_run(
     return code
 
 
-def _planned_here(submitted: Launch, machine: Machine, node: int) -> Launch:
+def _planned_here(submitted: Launch, machine: Machine, node: int, *, anew: bool = False) -> Launch:
     """Return a submitted launch planned again for this host, a node of the job. Raises InputError
     or Refused, as ``prepare``.
+
+    Nodes of one job plan by themselves, and must train with the same settings: where there are
+    several, the submitted ones stay.
+
+    Args:
+        submitted: What was submitted.
+        machine: This host.
+        node: Its number in the job.
+        anew: Whether what nobody set was chosen for a host that stood for unknown nodes.
     """
-    here = prepare_again(submitted.spec, machine, force=submitted.forced)
+    spec = submitted.spec
+    if anew and spec.nodes == 1:
+        here = prepare(spec, machine, force=submitted.forced)
+    else:
+        here = prepare_again(spec, machine, force=submitted.forced, as_they_are=spec.nodes > 1)
     for text in here.plan.replaced_texts:
         log_line(f"so-tui: {text}")
     return replace(

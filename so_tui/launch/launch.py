@@ -299,13 +299,16 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
     return launch_of(plan, machine, force=force)
 
 
-def prepare_again(spec: RunSpec, machine: Machine, *, force: bool = False) -> Launch:
+def prepare_again(
+    spec: RunSpec, machine: Machine, *, force: bool = False, as_they_are: bool = False
+) -> Launch:
     """Derive the launch of settings that were chosen before, which stay where they fit on this
-    machine; arguments and errors as for ``prepare``.
+    machine, or in any case if ``as_they_are``; other arguments and errors as for ``prepare``.
     """
-    from so_tui.plan.planner import replan
+    from so_tui.plan.planner import make_plan, replan
 
-    plan = replan(with_absolute_paths(spec), usable_machine(machine))
+    plan_again = make_plan if as_they_are else replan
+    plan = plan_again(with_absolute_paths(spec), usable_machine(machine))
     return launch_of(plan, machine, force=force)
 
 

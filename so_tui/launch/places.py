@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import socket
 import time
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ from so_tui.plan.rates import measured_network
 from so_tui.runs.samples import NetworkRate
 from so_tui.spec import Problem, Refusal, Refused
 from so_tui.spec.check import write_atomic
-from so_tui.spec.run_spec import SlurmSpec
+from so_tui.spec.run_spec import RunSpec, SlurmSpec
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.folders import private_folder
 from so_tui.trust.text import so_tui_command
@@ -151,6 +152,20 @@ def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
         return found
     source = f"{profile.title}: {profile.source}"
     return replace(found, network=Network(gbit_per_s=gbit_per_s, source=source))
+
+
+def unknown_nodes(spec: RunSpec, planned_for: Machine) -> str:
+    """Return that a plan is for this host, which stands for unknown nodes; empty if it does not.
+    Errors as for ``machine_of``.
+    """
+    here = planned_for.hostname == socket.gethostname()
+    if not spec.slurm.partition or not here or any(source_of(spec.slurm)):
+        return ""
+    after = "the job chooses for its node" if spec.nodes == 1 else "its settings stay there"
+    return (
+        f"the nodes of partition {spec.slurm.partition} are not known yet: this plan is for the "
+        f"machine you are on, and {after}"
+    )
 
 
 def source_of(slurm: SlurmSpec) -> tuple[float | None, str]:

@@ -220,13 +220,15 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
         )
     if assume_dead:
         return concluded(run, state)
+    scheduled = run.job_script_path(state.attempt).exists()
+    sooner = "once the scheduler says that its job has ended, or " if scheduled else ""
     raise reject(
         "run-may-be-live",
         "run",
         run.name,
         evidence(state, seen),
-        f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has "
-        "ended, add --assume-dead.",
+        f"It counts as lost {sooner}{duration(OLD_S)} after its last sign of life. If you know "
+        "that it has ended, add --assume-dead.",
     )
 
 

@@ -170,8 +170,8 @@ def _beside_each_other(
     return [one + " " * (column + GAP - one.cell_length) + other for one, other in pairs]
 
 
-def launch_facts(plan: Plan) -> list[Content]:
-    """Return the lines of the question before a launch."""
+def launch_facts(plan: Plan, place: str = "") -> list[Content]:
+    """Return the lines of the question before a launch; ``place`` is a warning about where."""
     partition = plan.spec.slurm.partition
     tokens = f"{thousands(plan.tokens_per_step)} tokens a step"
     return [
@@ -185,6 +185,7 @@ def launch_facts(plan: Plan) -> list[Content]:
             if partition
             else []
         ),
+        *([Content.styled(f"! {place}.", "$warning")] if place else []),
         faint("Closing this screen does not stop it."),
     ]
 

@@ -28,12 +28,14 @@ def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) ->
     changed before or changes now.
     """
     from so_tui.launch.executors import executor_of
+    from so_tui.launch.places import unknown_nodes
     from so_tui.ui.dialogs import JobQuestion, LaunchQuestion
     from so_tui.ui.plan_view import launch_facts
 
     if not app.may_start() or refused_elsewhere(app, launch.spec):
         return
-    title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
+    place = unknown_nodes(launch.spec, launch.machine)
+    title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan, place)
     question = (
         LaunchQuestion(title, facts, launch)
         if executor_of(launch.spec).here

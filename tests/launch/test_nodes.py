@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from so_tui.launch import command
 from so_tui.launch.command import argv
 from so_tui.launch.in_job import _planned_here
+from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor import host
 from so_tui.launch.supervisor import node as nodes
 from so_tui.launch.supervisor.ending import Evidence, Outcome, conclude, outcome_text
@@ -17,6 +18,9 @@ from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, missing_network
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.directory import write_run_json
 from so_tui.runs.records import OutcomeCode
+from so_tui.spec import Refused, find_preset
+from so_tui.spec.merge import with_values
+from tests.support.machines import superchips
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 
 JOB = {
@@ -156,3 +160,34 @@ def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: st
     outcome = conclude(Evidence(missing_network=missing))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
     assert missing in outcome_text(outcome, "one")[0]
+
+
+def test_nodes_of_one_job_train_with_the_same_settings() -> None:
+    """Each plans by itself. One that needed other settings would wait for the others forever."""
+    spec = find_preset("qwen3-4b-random").spec
+    roomy = superchips(1)
+    submitted = prepare(replace(spec, nodes=2), roomy)
+    gpu = replace(roomy.gpus[0], memory_total_bytes=24 * 2**30)
+    small = replace(roomy, gpus=(gpu,))
+    alone = replace(submitted, plan=replace(submitted.plan, spec=replace(submitted.spec, nodes=1)))
+    assert _planned_here(alone, small, 0).plan.replaced_texts
+    with pytest.raises(Refused):
+        _planned_here(submitted, small, 1)
+    assert _planned_here(submitted, roomy, 1).spec == submitted.spec
+
+
+def test_a_job_on_unknown_nodes_chooses_for_its_node() -> None:
+    """The submitting host stood for them; a login node has no GPU and other cores."""
+    submitted = prepare(find_preset("tiny").spec, cpu_machine())
+    assert submitted.spec.ranks_per_host == 2
+    node = superchips(1)
+    with pytest.raises(Refused):
+        _planned_here(submitted, node, 0)
+    here, best = (
+        _planned_here(submitted, node, 0, anew=True),
+        prepare(find_preset("tiny").spec, node),
+    )
+    assert _planned_here(submitted, node, 0, anew=True).spec == best.spec
+    fixed = with_values(find_preset("tiny").spec, {"offload.mode": "superoffload"})
+    here = _planned_here(prepare(fixed, cpu_machine()), node, 0, anew=True)
+    assert here.spec.offload.mode == "superoffload"

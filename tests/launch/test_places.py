@@ -21,6 +21,8 @@ from so_tui.plan.rates import between_hosts_bytes_per_s
 from so_tui.runs.samples import NetworkRate
 from so_tui.spec import Refusal, Refused
 from so_tui.spec.run_spec import SlurmSpec
+from so_tui.ui.plan_view import launch_facts
+from so_tui.ui.text import in_rows
 from tests.support.launching import tiny
 from tests.support.planning import CPU_ONLY, QUAD
 from tests.support.problems import rejected
@@ -183,3 +185,18 @@ def test_wrong_profile_of_this_cluster_is_named(
         found("normal")
     assert caught.value.problems[0].value == name
     assert found("normal", "generic") == CPU_ONLY
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_question_says_that_this_host_stands_for_unknown_nodes(cluster: str, nodes: int) -> None:
+    here = replace(CPU_ONLY, hostname=socket.gethostname())
+    spec = replace(tiny(), nodes=nodes, slurm=SlurmSpec(partition="debug"))
+    told = places.unknown_nodes(spec, here)
+    assert "debug are not known yet" in told
+    assert ("the job chooses" in told) == (nodes == 1)
+    assert told in in_rows(launch_facts(prepare(spec, here).plan, told)).plain
+    for known in (replace(spec, slurm=SlurmSpec()), spec):
+        planned_for = here if known is not spec else QUAD
+        assert places.unknown_nodes(known, planned_for) == ""
+    places.remember(cluster, "debug", QUAD)
+    assert places.unknown_nodes(spec, here) == ""

@@ -27,6 +27,7 @@ from so_tui.runs.liveness import (
 from so_tui.runs.lock import ended_state, evidence, record_end, run_lock
 from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState
 from so_tui.runs.state import _overwrite, write_state
+from so_tui.spec import InputError
 from tests.support.problems import refusal
 from tests.support.records import append_records, step_record
 
@@ -267,6 +268,18 @@ def test_clock_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDi
     assert ("ahead" in evidence(state, seen)) == (ahead_s == HOUR)
     assert code_of(lambda: ended_state(run)) == "run-may-be-live"
     assert ended_state(run, assume_dead=True).state == "lost"
+
+
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_the_end_of_a_job_is_known_sooner(run: RunDirectory, *, in_a_job: bool) -> None:
+    state = recorded(run, ABROAD[0], 5.0)
+    if in_a_job:
+        script = run.job_script_path(state.attempt)
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.touch()
+    with pytest.raises(InputError) as told:
+        ended_state(run)
+    assert ("once the scheduler says" in str(told.value)) == in_a_job
 
 
 IN_A_NAMESPACE = """

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from textual.containers import Vertical
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Input, Label, Static
 
+from so_tui.launch.slurm.client import Partition
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES, named_machine
 from so_tui.machine.types import Software
@@ -335,6 +336,35 @@ async def test_a_login_node_leads_to_the_field_for_the_partition(
         await ui.until(lambda: any(row.has_focus_within for row in ui.screen.query(FieldRow)))
         assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
         assert "phi-4" in ui.shown("#form-title")
+
+
+@pytest.mark.parametrize(("default", "entered"), [("gh", "gh"), ("", "")])
+async def test_three_keys_lead_from_a_login_node_to_a_job(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, default: str, entered: str
+) -> None:
+    """The partition that Slurm takes by default is entered; what is typed replaces it."""
+    known = tuple(Partition(name=name, default=name == default) for name in ("gh", "debug"))
+    monkeypatch.setattr("so_tui.ui.preset_actions.has_slurm", lambda: True)
+    monkeypatch.setattr("so_tui.launch.slurm.client.partitions", lambda: known)
+    async with opened(runs_dir, machine=CPU_ONLY) as ui:
+        await ui.presets()
+
+        def row() -> FieldRow:
+            return ui.find("#field-slurm-partition", FieldRow)
+
+        def note() -> str:
+            return str(row().query_one(".field-note", Label).content)
+
+        for _ in range(2):  # the second time, Slurm's answer is there already
+            await ui.press("P")
+            await ui.until(lambda: any(row.has_focus_within for row in ui.screen.query(FieldRow)))
+            await ui.until(lambda: "nodes free" in note() if default else "gh, debug" in note())
+            assert row().query_one(Input).value == entered
+            await ui.press("x")
+            await ui.until(lambda: "none of" in note())
+            assert row().query_one(Input).value == "x"
+            await ui.press("backspace", "escape", "1")
+            await ui.presets()
 
 
 @pytest.mark.parametrize("page", ["1", "4"])

@@ -28,6 +28,7 @@ from so_tui.launch.slurm.script import (
     site_name,
 )
 from so_tui.launch.supervisor.ending import queued_state
+from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import (
     RunDirectory,
@@ -184,6 +185,17 @@ class Submission(Struct, frozen=True, kw_only=True):
     """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job
     again.
     """
+    stands_in: bool = False
+    """Whether the settings of a new run were chosen for the submitting host, which stood for nodes
+    that nobody has described. Those nodes may be quite different.
+    """
+
+
+def _is_this_host(planned_for: Machine) -> bool:
+    """Return whether a launch was planned for this host, which stands for nodes that no job has
+    seen.
+    """
+    return planned_for.hostname == socket.gethostname()
 
 
 class SlurmExecutor(Executor):
@@ -222,6 +234,7 @@ class SlurmExecutor(Executor):
             poll_s=site.poll_s,
             submitted=time.time(),
             works_in=self._works_in,
+            stands_in=attempt == 1 and _is_this_host(launch.machine),
         )
         with run_lock(run, assume_dead=launch.assume_dead) as lock:
             before = read_state(run)
@@ -256,10 +269,9 @@ class SlurmExecutor(Executor):
         """
         spec, nodes = launch.spec, launch.machine
         site = load_site(site_name(spec.slurm.site))
-        here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
         problems = []
         built_for = site.architecture  # reads the interpreter's file
-        if built_for and not here and built_for != nodes.architecture:
+        if built_for and not _is_this_host(nodes) and built_for != nodes.architecture:
             problems.append(
                 Problem(
                     "foreign-interpreter",

@@ -134,7 +134,8 @@ def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool
     named = {partition.name: partition for partition in partitions}
     found = named.get(chosen)
     if found is None:
-        return printable_line(", ".join(named)) or "empty: here"
+        names = ", ".join(named)
+        return printable_line(f"none of {names}" if chosen and names else names) or "empty: here"
     parts = [
         "" if found.open else "closed now",
         f"{found.idle} of {plural(found.nodes, 'node')} free",
@@ -195,6 +196,8 @@ class ConfigureScreen(ResizablePage):
     _planned: Planned | None = None
     _serial = 0
     _partitions: tuple[Partition, ...] = ()
+    _offers_partition = False
+    """Whether the default one is entered once it is known."""
     _when_planned: Callable[[Planned], None] | None = None
     """The command that waits for the plan of the newest edit."""
 
@@ -244,6 +247,8 @@ class ConfigureScreen(ResizablePage):
             self._ask_for_partitions()
         if field:
             self.form.go_to(field)
+            self._offers_partition = field == "slurm.partition"
+            self.call_after_refresh(self._offer_partition)
         self.replan()
 
     @on(FieldRow.Edited)
@@ -308,7 +313,24 @@ class ConfigureScreen(ResizablePage):
 
     def _show_partitions(self, partitions: tuple[Partition, ...]) -> None:
         self._partitions = partitions
+        self._offer_partition()
         self.replan()
+
+    def _offer_partition(self) -> None:
+        """Enter the partition that Slurm takes by default, marked so that typing replaces it, if
+        the user came to choose one and has not yet.
+        """
+        default = next((each for each in self._partitions if each.default and each.open), None)
+        draft, path = self._draft, "slurm.partition"
+        if not self._offers_partition or draft is None or default is None:
+            return
+        self._offers_partition = False
+        row = next(row for row in self.form.all_rows if row.path == path)
+        if draft.values[path] or row.is_typed or not row.has_focus_within:
+            return
+        self._set_field(path, default.name)
+        row.show_value(path, default.name)
+        row.query_one(Input).select_all()
 
     def _show_plan(self, planned: Planned) -> None:
         if planned.serial != self._serial or self._draft is None:
