@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -196,10 +197,14 @@ def unknown_arguments(arguments: argparse.Namespace, unknown: Sequence[str]) -> 
     from so_tui.spec.keys import field_index
 
     paths = {path.rpartition(".")[2].replace("_", "-"): path for path in field_index()}
-    for option in (word for word in unknown if word.startswith("--")):
-        name = option[2:].partition("=")[0].replace("_", "-")
-        if path := _KEYS_MEANT.get(name) or paths.get(name):
-            said += f"\n{option[:2]}{name} is set with --set {path}=VALUE"
+    for option, after in zip(unknown, [*unknown[1:], ""], strict=True):
+        name, _, value = option.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        path = _KEYS_MEANT.get(name) or paths.get(name)
+        if path and option.startswith("--"):
+            # A word may have been taken for the preset instead, and what follows be that.
+            value = value or (after if after[:1].isdigit() else "VALUE")
+            said += f"\n--{name} is set with --set {shlex.quote(f'{path}={value}')}"
     return said
 
 

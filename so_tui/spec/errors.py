@@ -156,14 +156,15 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
-    """Return ``Did you mean `...`? `` for a misspelt word, or an empty string if no known word is
-    similar.
+    """Return ``Did you mean `...`? `` for a misspelt word, or the
+    only one that begins with it, or an empty string if no known word is similar.
     """
     if len(word) > _LONGEST:  # comparing takes time that is quadratic in the length
         return ""
     from difflib import get_close_matches
 
-    found = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    begun = [name for name in known if len(word) > 2 and name.startswith(word.lower())]
+    found = begun if len(begun) == 1 else get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f"Did you mean `{found[0]}`? " if found else ""
 
 

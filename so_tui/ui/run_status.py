@@ -221,6 +221,10 @@ def _saving(
         return
     due_s = _next_save_s(snapshot, plan.spec.checkpoint, state.attempt, step, step_s, now)
     left_s = (total - step) * step_s if step_s and total else None
+    if due_s is None and plan.spec.checkpoint.repeats:  # before the first step of an attempt
+        yield [*saved, ("; " if saved else "", "$faint"), (words, "$faint")]
+        yield saved or [(words.partition(" (")[0], "$faint")]
+        return
     if due_s is None or not math.isfinite(due_s) or (left_s is not None and due_s > left_s):
         soon = "at the end" if plan.spec.checkpoint.saves_at_end else ""
     else:
