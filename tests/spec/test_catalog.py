@@ -75,6 +75,8 @@ def test_a_name_that_is_only_begun_is_completed() -> None:
         find_preset("qwen3-4b")
     with pytest.raises(InputError, match="Did you mean `qwen3-14b`"):
         find_preset("qwen3-14")
+    with pytest.raises(InputError, match=r"Did you mean `llama-3\.1-8b` or `llama-3\.3-70b`\?"):
+        find_preset("llama")
 
 
 def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
