@@ -145,14 +145,17 @@ def machine_for(spec: RunSpec, arguments: Namespace) -> Machine:
 
 
 def run_meant(arguments: Namespace, action: str) -> RunDirectory:
-    """Return the run that was named, or on a terminal the latest one, once the user has agreed.
+    """Return the run that was named, or on a terminal the latest one (to stop, the latest that has
+    not ended), once the user has agreed.
 
     Raises:
         InputError: There is no such run; or none was named, and there is no terminal to ask on
             (code ``run-not-named``) or the user refused (``not-confirmed``).
     """
     from so_tui.runs import find_run, read_state
-    from so_tui.runs.listing import LATEST
+    from so_tui.runs.listing import LATEST, list_runs
+    from so_tui.runs.records import FINAL_STATES
+    from so_tui.trust.files import Distrust, distrust_of_folder
 
     run = find_run(arguments.run or LATEST, arguments.runs_dir)
     if arguments.run:
@@ -161,6 +164,13 @@ def run_meant(arguments: Namespace, action: str) -> RunDirectory:
     if not can_ask():
         raise reject("run-not-named", "run", "", "is not named", remedy)
     state = read_state(run)
+    if action == "stop" and state.state in FINAL_STATES:
+        runs = list_runs(arguments.runs_dir)
+        mine = (one for one in runs if distrust_of_folder(one.path) is not Distrust.OTHER_OWNER)
+        live = next((one for one in mine if read_state(one).state not in FINAL_STATES), None)
+        if live is None:
+            return run  # There is nothing to ask: the command says that it has ended.
+        run, state = live, read_state(live)
     if not agreed(f"{action} {run.name} ({state.state}, step {state.step})?"):
         raise reject("not-confirmed", "run", run.name, f"was not asked to {action}", remedy)
     return run

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -58,24 +59,6 @@ _MEANT = {
     **dict.fromkeys(("dataset", "preview"), "data"),
 }
 """Words of other tools, by the command that does the same here."""
-_KEYS_MEANT = {
-    "lr": "train.learning_rate",
-    "batch-size": "train.micro_batch",
-    "per-device-train-batch-size": "train.micro_batch",
-    "max-steps": "train.steps",
-    "num-train-epochs": "train.epochs",
-    "max-length": "data.sequence_length",
-    "seq-length": "data.sequence_length",
-    "dataset": "data.source",
-    "data": "data.source",
-    "model": "model.id",
-    "output": "checkpoint.folder",
-    "output-dir": "checkpoint.folder",
-    "save-dir": "checkpoint.folder",
-    "offload-ratio": "offload.ratio",
-    "warmup": "train.warmup_ratio",
-}
-"""Options of other tools, by the key that has their value here."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,13 +176,17 @@ def unknown_arguments(arguments: argparse.Namespace, unknown: Sequence[str]) -> 
     said = f"unrecognized arguments: {' '.join(unknown)}"
     if not hasattr(arguments, "set"):
         return said
-    from so_tui.spec.keys import field_index
+    from so_tui.spec.keys import KEYS_MEANT, field_index
 
     paths = {path.rpartition(".")[2].replace("_", "-"): path for path in field_index()}
-    for option in (word for word in unknown if word.startswith("--")):
-        name = option[2:].partition("=")[0].replace("_", "-")
-        if path := _KEYS_MEANT.get(name) or paths.get(name):
-            said += f"\n{option[:2]}{name} is set with --set {path}=VALUE"
+    for option, after in zip(unknown, [*unknown[1:], ""], strict=True):
+        name, _, value = option.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        path = KEYS_MEANT.get(name) or paths.get(name)
+        if path and option.startswith("--"):
+            # A word may have been taken for the preset instead, and what follows be that.
+            value = value or (after if after[:1].isdigit() else "VALUE")
+            said += f"\n--{name} is set with --set {shlex.quote(f'{path}={value}')}"
     return said
 
 

@@ -47,7 +47,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.trust.streams import console
 from so_tui.trust.text import brief_line, brief_message, printable_line
-from so_tui.ui.form import values_of
+from so_tui.ui.form import settings_of
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def compare(arguments: Namespace) -> int:
     """
     found = tuple(dict.fromkeys(find_run(name, arguments.runs_dir) for name in arguments.runs))
     specs = {run: read_spec(run) for run in found}
-    settings = {run: values_of(spec) for run, spec in specs.items()}
+    settings = {run: settings_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
     reading = reading_time(_COMPARED_S)
     compared = ComparedRuns(

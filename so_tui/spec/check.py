@@ -43,7 +43,7 @@ from so_tui.spec.model_table import (
     recurrent_kinds,
     table_problems,
 )
-from so_tui.spec.run_spec import DataSource, RunSpec
+from so_tui.spec.run_spec import MACHINE_DECIDES, DataSource, RunSpec
 
 # What speaks against ranks that share sequences, in a spec.
 
@@ -649,6 +649,8 @@ def _value_problem(
         return Problem(code, path, shown(value), message, _TEXT_REMEDIES[info.path])
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)
+    if info.path in MACHINE_DECIDES and not info.path.startswith("checkpoint."):
+        default = shown("auto")  # the value that stands in the type is only where the search begins
     return Problem(
         code, path, shown(value), message, f"{hint}Give {info.expected}.", default=default
     )

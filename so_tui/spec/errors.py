@@ -149,6 +149,7 @@ def first_line(error: BaseException) -> str:
 
 _LONGEST = 60
 _LONGEST_SEARCHED = 2000
+_MOST_BEGUN = 4
 _repr = reprlib.Repr()
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring = (
     _repr.maxother
@@ -156,15 +157,17 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
-    """Return ``Did you mean `...`? `` for a misspelt word, or an empty string if no known word is
-    similar.
+    """Return ``Did you mean `...`? `` for a misspelt word, or for the few that begin with it, or an
+    empty string if no known word is similar.
     """
     if len(word) > _LONGEST:  # comparing takes time that is quadratic in the length
         return ""
     from difflib import get_close_matches
 
-    found = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"Did you mean `{found[0]}`? " if found else ""
+    begun = [name for name in known if len(word) > 2 and name.startswith(word.lower())]
+    few = 0 < len(begun) <= _MOST_BEGUN
+    found = begun if few else get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f"Did you mean {' or '.join(f'`{name}`' for name in found)}? " if found else ""
 
 
 def some(names: Iterable[str], most: int = 40) -> str:

@@ -94,6 +94,27 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
         return f"{text}, or a list" if self.takes_list and self.type_name != "list" else text
 
 
+KEYS_MEANT = {
+    "lr": "train.learning_rate",
+    "batch-size": "train.micro_batch",
+    "per-device-train-batch-size": "train.micro_batch",
+    "gradient-accumulation-steps": "train.gradient_accumulation",
+    "max-steps": "train.steps",
+    "num-train-epochs": "train.epochs",
+    "max-length": "data.sequence_length",
+    "seq-length": "data.sequence_length",
+    "dataset": "data.source",
+    "data": "data.source",
+    "model": "model.id",
+    "output": "checkpoint.folder",
+    "output-dir": "checkpoint.folder",
+    "save-dir": "checkpoint.folder",
+    "offload-ratio": "offload.ratio",
+    "warmup": "train.warmup_ratio",
+}
+"""Options and keys of other tools, by the key that has their value here."""
+
+
 @cache
 def field_index() -> dict[str, FieldInfo]:
     """Return all keys by dotted path, in declaration order (``train.micro_batch``), without the

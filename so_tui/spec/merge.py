@@ -16,7 +16,7 @@ import msgspec
 
 from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, section_of
 from so_tui.spec.errors import InputError, Problem, nearest, shown
-from so_tui.spec.keys import FieldInfo, field_index
+from so_tui.spec.keys import KEYS_MEANT, FieldInfo, field_index
 from so_tui.spec.run_spec import MACHINE_DECIDES, SPLIT, DataSpec, ModelSpec, RunSpec
 from so_tui.trust.decoding import Tree, decode_toml
 
@@ -226,7 +226,10 @@ def _unquoted(text: str) -> str:
 
 def _unknown_path(path: str, text: str) -> Problem:
     known = tuple(field_index())
-    same_key = [full for full in known if full.rpartition(".")[2] == path.rpartition(".")[2]]
+    last = path.rpartition(".")[2]
+    same_key = [full for full in known if full.rpartition(".")[2] == last]
+    if meant := KEYS_MEANT.get(last.replace("_", "-")):
+        same_key.append(meant)
     hint = f"Did you mean `{same_key[0]}`? " if same_key else nearest(path, known)
     if below := [full for full in known if full.startswith(f"{path}.")]:
         hint = f"`{path}` is a section: name one of its keys, such as `{below[0]}`. "

@@ -134,6 +134,13 @@ def values_of(spec: RunSpec) -> Texts:
     return {path: text_of(value) for path, value in flat(complete_tree(spec)) if path in known}
 
 
+def settings_of(spec: RunSpec) -> Texts:
+    """Return every setting of a spec as text, by which runs are compared: not which of them a
+    person set.
+    """
+    return {path: text for path, text in values_of(spec).items() if path != "fixed"}
+
+
 def _length_of(values: Texts) -> tuple[str, str]:
     """Return key and text of the length: the one of the three that is not 0."""
     given = (path for path in LENGTH_KEYS if values.get(path, "0") not in ("0", "0.0", ""))

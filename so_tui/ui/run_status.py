@@ -131,7 +131,7 @@ SIGNS = {
     "lost": ("✗", "$error"),
 }
 LEAST_BAR = 8
-"""Cells of the bar of a run's progress; words give way to it."""
+"""Cells of the bar of a run's progress; words give way to it, except what is saved."""
 LEAST_STEP_BAR = 12
 """Cells of the bar of a step's parts; names give way to it."""
 STALE_S = 8.0
@@ -165,10 +165,15 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     if total:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
     free = width - _cells(line) - 12
-    for tail in _tails(snapshot, state, step, total, now):
-        rest = [piece for pieces in tail for piece in ("  ", *pieces)][1:]
-        if (room := free - _cells(rest)) >= LEAST_BAR:
-            break
+    tails = [
+        [piece for pieces in tail for piece in ("  ", *pieces)][1:]
+        for tail in _tails(snapshot, state, step, total, now)
+    ]
+    saving, plain = tails[:-2], tails[-2:]
+    rest = next((tail for tail in tails if free - _cells(tail) >= LEAST_BAR), plain[-1])
+    if rest in plain and saving and free + 10 >= _cells(saving[-1]):
+        rest = saving[-1]  # what a stop would lose matters more than the bar
+    room = free - _cells(rest)
     if total and room >= LEAST_BAR:
         bar = fill_pieces(step / total, min(40, room), "$run")
         line += ["  ", *bar, f" {100 * step / total:3.0f} %"]
@@ -221,6 +226,10 @@ def _saving(
         return
     due_s = _next_save_s(snapshot, plan.spec.checkpoint, state.attempt, step, step_s, now)
     left_s = (total - step) * step_s if step_s and total else None
+    if due_s is None and plan.spec.checkpoint.repeats:  # before the first step of an attempt
+        yield [*saved, ("; " if saved else "", "$faint"), (words, "$faint")]
+        yield saved or [(words.partition(" (")[0], "$faint")]
+        return
     if due_s is None or not math.isfinite(due_s) or (left_s is not None and due_s > left_s):
         soon = "at the end" if plan.spec.checkpoint.saves_at_end else ""
     else:

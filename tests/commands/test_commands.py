@@ -68,6 +68,24 @@ def test_unknown_arguments_lead_to_the_usage_of_the_command(
 
 
 @pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        ("tiny --steps 10", "--steps is set with --set train.steps=10"),
+        ("tiny --lr=1e-4", "--lr is set with --set train.learning_rate=1e-4"),
+        ("--steps 10 tiny", "--steps is set with --set train.steps=VALUE"),
+        ("tiny --epochs -v", "--epochs is set with --set train.epochs=VALUE"),
+        ("tiny --dataset='my rows'", "--dataset is set with --set 'data.source=my rows'"),
+    ],
+)
+def test_an_option_of_another_tool_is_said_with_its_value(
+    capsys: pytest.CaptureFixture[str], words: str, setting: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *shlex.split(words)])
+    assert capsys.readouterr().err.endswith(f"\n{setting}\n")
+
+
+@pytest.mark.parametrize(
     ("line", "meant"),
     [
         ("train tiny", "so-tui run"),
@@ -127,19 +145,32 @@ def test_a_model_in_place_of_a_preset_leads_to_one() -> None:
 
 
 def test_a_run_is_stopped_or_resumed_by_its_name_or_after_a_question(tmp_path: Path) -> None:
-    run = write_run(tmp_path, steps=3)
-    change_state(run, state="stopped")
+    run = write_run(tmp_path, steps=3, name="live")
     for command in ("stop", "resume"):
         assert problems_of(command, "--runs-dir", str(tmp_path)) == [("run-not-named", "run", "")]
+    change_state(write_run(tmp_path, steps=3, name="ended"), state="failed")
+    os.utime(run.spec_path, (1e9, 1e9))  # the other is the newer
+    ended, said = _stop_on_a_terminal(tmp_path)
+    assert ended == InputError.exit_code
+    assert "stop live (training, step 3)? [y/N]" in said
+    assert "was not asked" in said
+    assert read_state(run).state == "training"
+
+
+def test_nobody_is_asked_about_stopping_a_run_that_has_ended(tmp_path: Path) -> None:
+    change_state(write_run(tmp_path, steps=3, name="ended"), state="failed")
+    ended, said = _stop_on_a_terminal(tmp_path)
+    assert (ended, said.strip()) == (0, "ended has already ended: failed")
+
+
+def _stop_on_a_terminal(runs_dir: Path) -> tuple[int, str]:
+    """Return the exit code of ``so-tui stop``, to which the user says no, and what it said."""
     terminal, its_end = pty.openpty()
     os.write(terminal, b"n\n")
-    line = [sys.executable, "-P", "-m", "so_tui", "stop", "--runs-dir", str(tmp_path)]
+    line = [sys.executable, "-P", "-m", "so_tui", "stop", "--runs-dir", str(runs_dir)]
     ended = subprocess.run(line, stdin=its_end, stdout=its_end, stderr=its_end, check=False)
     said = os.read(terminal, 10_000).decode()
-    assert ended.returncode == InputError.exit_code
-    assert f"stop {run.name} (stopped, step 3)? [y/N]" in said
-    assert "was not asked" in said
-    assert read_state(run).state == "stopped"
+    return ended.returncode, said.removeprefix("n\r\n")
 
 
 def test_metrics_replace_a_file_only_by_force(tmp_path: Path, call: Call) -> None:

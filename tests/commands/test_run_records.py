@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from msgspec.json import encode
+from msgspec.structs import replace
 
 from so_tui.commands.parser import build_parser
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, read_spec
 from so_tui.runs.export import COLUMNS
 from so_tui.runs.listing import LONGEST_NOTE, read_notes
 from so_tui.runs.records import EvaluationRecord, ResumedRecord
@@ -62,6 +64,14 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_them(call: Call) -> 
     for word in ("one", "other", "tokens/s", "data.sequence_length", "finished at step 30"):
         assert word in text, word
     assert call("compare one nothing").code == 2
+
+
+def test_who_set_a_setting_is_no_difference(call: Call, runs_dir: Path) -> None:
+    for name, set_by_a_person in (("chosen", ()), ("set", ("offload.ratio",))):
+        run = ended_run(runs_dir, name)
+        run.spec_path.write_bytes(encode(replace(read_spec(run), fixed=set_by_a_person)))
+    first, second = json.loads(call("compare chosen set --json").out)["runs"]
+    assert first["settings"] == second["settings"] == {}
 
 
 def test_notes_and_tags_are_kept_and_filter(

@@ -69,6 +69,16 @@ def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
         find_preset("wrong")
 
 
+def test_a_name_that_is_only_begun_is_completed() -> None:
+    """Even where another one is more like it."""
+    with pytest.raises(InputError, match="Did you mean `qwen3-4b-random`"):
+        find_preset("qwen3-4b")
+    with pytest.raises(InputError, match="Did you mean `qwen3-14b`"):
+        find_preset("qwen3-14")
+    with pytest.raises(InputError, match=r"Did you mean `llama-3\.1-8b` or `llama-3\.3-70b`\?"):
+        find_preset("llama")
+
+
 def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
     write(tmp_path, a='extends = "b"\n', b='extends = "a"\n')
     problems = load_catalog().problems

@@ -75,6 +75,8 @@ def test_wrong_value_has_a_remedy(key: str, value: Any, field: str, code: str, r
         ({"train": {"learning_rate": 0}}, "1e-05"),
         ({"data": {"source": [A | {"weight": "x"}]}}, "1.0"),
         ({"model": {"id": ""}}, ""),
+        ({"gpus": 0}, '"auto"'),
+        ({"offload": {"ratio": 2}}, '"auto"'),
     ],
 )
 def test_a_problem_gives_the_default_of_its_field(changes: dict[str, Any], default: str) -> None:

@@ -69,6 +69,8 @@ def test_setting_one_length_clears_the_others(spec: RunSpec, key: str, value: st
         ("offload.ration", "Did you mean `offload.ratio`?"),
         ("train", "`train` is a section"),
         ("train.step", "Did you mean `train.steps`?"),
+        ("optimizer.lr", "Did you mean `train.learning_rate`?"),
+        ("batch_size", "Did you mean `train.micro_batch`?"),
         ("model.parameters", "docs/presets.md"),
     ],
 )

@@ -151,6 +151,24 @@ async def test_what_was_saved_and_when_it_is_next_are_shown(runs_dir: Path) -> N
     assert "first" not in await title_of(fresh, (200, 50), "asked to stop")
 
 
+async def test_a_run_that_loads_says_how_often_it_saves(runs_dir: Path) -> None:
+    """When the first is due is not known yet, and it is not the end."""
+    loads = write_run(runs_dir, steps=0, name="loads", state="loading")
+    assert "at the end" not in await title_of(loads, (120, 36), "saves every 30 min")
+    again = write_run(runs_dir, steps=420, name="again")
+    began = records.PhaseRecord(attempt=1, time=time.time(), phase="loading")
+    append_records(again, began)
+    change_state(again, state="loading")
+    assert "at the end" not in await title_of(again, (120, 36), "saved 400, 1 m ago")
+
+
+async def test_what_is_saved_is_shown_on_a_narrow_terminal_too(runs_dir: Path) -> None:
+    """In place of the bar, whose figures stand beside it."""
+    run = write_run(runs_dir, steps=20, total=90, name="qwen3-1128-72d659")
+    narrow = await title_of(run, (80, 24), "saves at the end")
+    assert re.search(r"step 20 / 90 +left 3 m \d+ s +saves at the end", narrow)
+
+
 async def test_the_next_checkpoint_is_counted_from_the_last_one_begun(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=420, name="written")
     begun = records.PhaseRecord(attempt=1, time=time.time() - 5, phase="saving")

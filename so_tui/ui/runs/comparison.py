@@ -18,7 +18,7 @@ from so_tui.runs.results import (
     result_text,
 )
 from so_tui.ui.charts.chart import Look
-from so_tui.ui.form import values_of
+from so_tui.ui.form import settings_of
 from so_tui.ui.lines import Pieces
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.text import Content, distinct, faint, in_rows, shorten, shorten_path
@@ -58,7 +58,7 @@ def comparison(
     ranked = ordered(
         rows, by, lambda row, _: row.run.name, lambda _: 0, lambda row: results.get(row.run)
     )
-    settings = [values_of(row.spec) for row in ranked if row.spec is not None]
+    settings = [settings_of(row.spec) for row in ranked if row.spec is not None]
     unlike = differing(settings)
     if "model.id" in unlike:
         unlike = [path for path in unlike if path not in OF_MODEL]
