@@ -1146,7 +1146,7 @@ class CompactStatesOption(Fact, tag="faster-states"):
     given_early_share: float
 
     words = (
-        'an option that is never chosen where fp32 fits: offload.states = "{states}", whose '
+        'an option, chosen only where nothing more exact fits: offload.states = "{states}", whose '
         "{states:price}; a step is predicted to take {step_s:.2f} s then, and {given_step_s:.2f} s "
         "with these, since {early_share:.0%} of what is offloaded, not {given_early_share:.0%}, is "
         "stepped before the gradient norm is known"

@@ -152,8 +152,8 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
 
 def _kept(chosen: Assessment) -> tuple[tuple[str, Value], ...]:
     """Return what a person set of that on which memory and speed depend, with its values."""
-    kept = (key for key in chosen.spec.fixed if key in SEARCHED)
-    return tuple((key, attrgetter(key)(chosen.spec)) for key in kept)
+    kept = ((key, attrgetter(key)(chosen.spec)) for key in chosen.spec.fixed if key in SEARCHED)
+    return tuple((key, value) for key, value in kept if value != "auto")
 
 
 def _offload_choice(chosen: Assessment) -> Choice:

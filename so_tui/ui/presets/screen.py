@@ -227,6 +227,7 @@ class _PresetTable(FittedTable):
 
         Speeds take ``room`` cells.
         """
+        from so_tui.plan.gist import compact_moments
         from so_tui.plan.show import shortfall
 
         sign = f"{' ' if look == 'words' else ''}{SIGNS[plan.verdict]} "
@@ -240,9 +241,13 @@ class _PresetTable(FittedTable):
         if not plan.fits:
             return text
         if look != "tight":
+            shown = (each for row in self._shown for each in row.cells.values())
             how, wide = f"{plan.ratio:.2f}", 10 if look == "words" else 4
+            wide += any(map(compact_moments, shown))
             if look == "words":
                 how = f"{'tight' if plan.verdict == 'tight' else 'ratio'} {how}"
+            if compact_moments(plan):
+                how += "*"
             if plan.mode == "gpu":
                 how = "no offload" if look == "words" else "none"
             text.append(f"{how:<{wide}} ", self._colour("$faint"))
@@ -332,15 +337,19 @@ def _speed(plan: Plan, look: Cells) -> str:
 
 def _legend(rows: Sequence[PlanRow], width: int) -> Content:
     """Return what the marks of the table mean, as much of it as one line holds."""
+    from so_tui.plan.gist import compact_moments
+
     plans = [plan for row in rows for plan in row.cells.values()]
     shown = {plan.verdict for plan in plans}
     unfit, tight = STYLES["does not fit"], STYLES["tight"]
     entries = [
         ("★", "$run", "so-tui run starts this", any(plan.recommended for plan in plans)),
         ("⇡", "$run", "fastest", any(map(_fastest, rows))),
+        ("*", "", "compact moments", any(p.fits and compact_moments(p) for p in plans)),
         ("✗", unfit, f"needs > has ({memory_unit()[1]})", "does not fit" in shown),
         ("~", tight, "tight", "tight" in shown),
         ("0.90", "", "offload ratio", any(plan.fits and plan.mode != "gpu" for plan in plans)),
+        ("9.5k", "", "tokens a second", any(plan.useful_tokens_per_s_total for plan in plans)),
     ]
     line = Content("")
     for sign, style, meaning, of_use in entries:
