@@ -301,8 +301,9 @@ async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
         await ui.until(lambda: "4 GPUs" in ui.text())
         await ui.press("o")
         await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("h200-8")  # replaces the name that is there
-        assert ui.find("Input", Input).value == "h200-8"
+        await ui.until(lambda: ui.find("Input", Input).selected_text == "gh200-quad-120")
+        await ui.press("h")
+        assert ui.find("Input", Input).value == "h", "replaces the name that is there"
         await ui.press("escape")
         about = ui.shown("#about-machine")
         source = MACHINES["gh200-quad-120"].source
