@@ -171,7 +171,7 @@ def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
     policy, step, full = chosen.spec.model.policy, chosen.step, None
     if step and policy != "full":
         full = assess(with_policy(chosen.spec, "full"), chosen.target).step
-    if not step or not full:
+    if not step or not full or round(step.total_s, 2) == round(full.total_s, 2):
         return CheckpointingChosen(policy=policy)
     return CheckpointingChosen(policy=policy, step_s=step.total_s, full_step_s=full.total_s)
 

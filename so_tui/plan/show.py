@@ -197,20 +197,32 @@ def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
     )
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-        cells = [_cell(plan, narrow=narrow, compact=compact) for plan in row.cells.values()]
+        fastest = row.cells.get(row.fastest) if _choice_of_counts(row) else None
+        cells = [
+            _cell(plan, narrow=narrow, compact=compact, fastest=plan is fastest)
+            for plan in row.cells.values()
+        ]
         table.add_row(printable_line(row.preset), *facts, *cells)
     return table
 
 
-def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+def _choice_of_counts(row: PlanRow) -> bool:
+    """Return whether several numbers of GPUs fit."""
+    return sum(plan.fits for plan in row.cells.values()) > 1
+
+
+def _cell(
+    plan: Plan, *, narrow: bool = False, compact: bool = False, fastest: bool = False
+) -> Text:
     """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact
     ``✓★0.15  16.0k``.
     """
     sign, style = _SIGNS[plan.verdict]
     star = "★" if plan.recommended else " "
-    text = Text.assemble((sign, style), star)
+    quick = "⇡" if fastest else " "
+    text = Text.assemble((sign, style), star if plan.recommended else quick)
     if not compact:
-        text = Text.assemble(star, " ", (f"{sign} ", style))
+        text = Text.assemble(star, quick, (f"{sign} ", style))
     if not plan.fits:
         return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
@@ -218,7 +230,7 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
     rate = _rate(tokens)
-    return text.append(f"{mark}{rate.removesuffix('/s'):>6}" if compact else f"{mark}{rate:>8}")
+    return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>8}")
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
@@ -428,7 +440,7 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
     text.append(
-        "★ what so-tui run starts"
+        f"★ what so-tui run starts{'   ⇡ fastest' if any(map(_choice_of_counts, rows)) else ''}"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
