@@ -525,7 +525,7 @@ class SetByPerson(Fact):
 
     settings: tuple[tuple[str, Value], ...]
 
-    words = "as you set them: {settings:keys}"
+    words = "kept as set: {settings:keys}"
 
 
 class SmallestRatio(Fact):
@@ -788,8 +788,9 @@ class StepsEarly(Fact):
             return f"clipping: Adam waits for the gradient norm; {why}"
         of = "" if self.share == 1 else " for {share:share} of what is offloaded"
         return (
-            f"clipping: Adam does not wait{of} for the gradient norm; second states take "
-            "{bytes:memory} a rank[. Steps above the limit take {held_back_step_s:.2f} s]"
+            f"clipping: Adam does not wait{of} for the gradient norm; second states, a "
+            "spare copy, take {bytes:memory} a rank[. Steps that are clipped take "
+            "{held_back_step_s:.2f} s]"
         )
 
 
