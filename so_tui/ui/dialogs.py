@@ -210,7 +210,7 @@ class AskText(Dialog[Answer | None]):
     @on(OptionList.OptionHighlighted)
     def _chosen(self, event: OptionList.OptionHighlighted) -> None:
         entry, text = self._entries[0], self._choices[event.option_index][0]
-        if entry.value != text:  # what is there from the start stays selected
+        if entry.value != text:  # the present text stays selected
             entry.value = text
             entry.cursor_position = len(text)
 
