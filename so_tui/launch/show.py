@@ -15,16 +15,10 @@ from so_tui.launch.executors import executor_of
 from so_tui.machine import cpu_ranges
 from so_tui.plan.binding import deepspeed_text
 from so_tui.plan.plan import Binding, DeepSpeedBinding, Launch, MemoryPolicy, Variable
-from so_tui.plan.show import plan_tree, render_saving
+from so_tui.plan.show import plan_tree, render_saving, verdict_lines
 from so_tui.trust.decoding import Tree
 from so_tui.trust.text import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
-
-_VERDICTS = {
-    "fits": ("✓", "bold green"),
-    "tight": ("~", "bold yellow"),
-    "does not fit": ("✗", "bold red"),
-}
 
 
 class ShownBinding(Struct, frozen=True, kw_only=True):
@@ -60,16 +54,12 @@ class ShownLaunch(Struct, frozen=True, kw_only=True):
 def render_launch(launch: Launch) -> RenderableType:
     """Return what ``run --dry-run`` prints of the plan and of the environment."""
     plan = launch.plan
-    sign, style = _VERDICTS[plan.verdict]
-    label = f"  {plan.spec.label} on {launch.machine.label}: {plan.mode}, ratio {plan.ratio:g}"
-    notes = [Text(f"  {printable_line(reason)}") for reason in plan.reason_texts] + [
-        Text(f"  ~ {printable_line(warning)}", style="yellow") for warning in plan.warning_texts
-    ]
     overridden = overrides(launch.ds_config)
     return Group(
-        Text.assemble((f"{sign} {plan.verdict}", style), label),
-        Text.assemble("  ", render_saving(plan)),
-        *notes,
+        Text(f"on {printable_line(launch.machine.label)}"),
+        *verdict_lines(plan),
+        Text(),
+        render_saving(plan),
         Text(),
         _binding(plan.binding),
         Text(),

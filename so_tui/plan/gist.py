@@ -74,6 +74,12 @@ def other_cautions(plan: Plan) -> list[Caution]:
     return [fact for fact in plan.warnings if fact not in faster]
 
 
+def compact_moments(plan: Plan) -> str:
+    """Return ``bf16 moments`` where a plan offloads moments in a smaller format; else nothing."""
+    states = plan.spec.offload.states
+    return "" if plan.mode == "gpu" or states == "fp32" else states.replace("-", " ")
+
+
 def spare_bytes(plan: Plan, node: int) -> int:
     """Return how much of a CPU node holds second states: a spare copy of the states, which makes
     steps faster and which a run does without where memory is short.

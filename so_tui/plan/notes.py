@@ -525,7 +525,7 @@ class SetByPerson(Fact):
 
     settings: tuple[tuple[str, Value], ...]
 
-    words = "as you set them: {settings:keys}"
+    words = "kept as set: {settings:keys}"
 
 
 class SmallestRatio(Fact):
@@ -788,8 +788,9 @@ class StepsEarly(Fact):
             return f"clipping: Adam waits for the gradient norm; {why}"
         of = "" if self.share == 1 else " for {share:share} of what is offloaded"
         return (
-            f"clipping: Adam does not wait{of} for the gradient norm; second states take "
-            "{bytes:memory} a rank[. Steps above the limit take {held_back_step_s:.2f} s]"
+            f"clipping: Adam does not wait{of} for the gradient norm; second states, a "
+            "spare copy, take {bytes:memory} a rank[. Steps that are clipped take "
+            "{held_back_step_s:.2f} s]"
         )
 
 
@@ -1146,7 +1147,7 @@ class CompactStatesOption(Fact, tag="faster-states"):
     given_early_share: float
 
     words = (
-        'an option that is never chosen where fp32 fits: offload.states = "{states}", whose '
+        'an option, chosen only where nothing more exact fits: offload.states = "{states}", whose '
         "{states:price}; a step is predicted to take {step_s:.2f} s then, and {given_step_s:.2f} s "
         "with these, since {early_share:.0%} of what is offloaded, not {given_early_share:.0%}, is "
         "stepped before the gradient norm is known"

@@ -22,6 +22,7 @@ from so_tui.plan.measured import correcting, tells_computing
 from so_tui.plan.notes import (
     AttentionFallsBack,
     AutoCheckpointing,
+    Caution,
     Choice,
     FasterWithout,
     GpusChosen,
@@ -114,13 +115,8 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
             gpus=chosen.spec.ranks_per_host, given=wanted.ranks_per_host, available=most
         )
         plan = replace(plan, reasons=(*plan.reasons, there))
-    advice = (
-        gpus_with_margin(chosen.spec, chosen.target)
-        if plan.verdict == "tight"
-        else larger_steps(wanted, chosen)
-    )
     slower = _slower_by_hand(wanted, chosen, machine)
-    return replace(plan, warnings=(*plan.warnings, *slower, *advice))
+    return replace(plan, warnings=(*plan.warnings, *slower, *found.advice))
 
 
 def replan(spec: RunSpec, machine: Machine) -> Plan:
@@ -154,6 +150,14 @@ class _Planned:
     @cached_property
     def plan(self) -> Plan:
         return self._both[0]
+
+    @cached_property
+    def advice(self) -> tuple[Caution, ...]:
+        """What a person may change: more GPUs where it is tight, else more tokens in a step."""
+        chosen = self.chosen
+        if self.plan.verdict == "tight":
+            return tuple(gpus_with_margin(chosen.spec, chosen.target))
+        return tuple(larger_steps(self.wanted, chosen))
 
     @cached_property
     def _both(self) -> tuple[Plan, Assessment]:
@@ -267,6 +271,7 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         cells[count] = replace(
             plan,
             recommended=plan.recommended and count == marked,
+            warnings=(*plan.warnings, *found.advice),
             spec=replace(plan.spec, fixed=fixed),
         )
     rates = {

@@ -152,8 +152,8 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
 
 def _kept(chosen: Assessment) -> tuple[tuple[str, Value], ...]:
     """Return what a person set of that on which memory and speed depend, with its values."""
-    kept = (key for key in chosen.spec.fixed if key in SEARCHED)
-    return tuple((key, attrgetter(key)(chosen.spec)) for key in kept)
+    kept = ((key, attrgetter(key)(chosen.spec)) for key in chosen.spec.fixed if key in SEARCHED)
+    return tuple((key, value) for key, value in kept if value != "auto")
 
 
 def _offload_choice(chosen: Assessment) -> Choice:
@@ -171,7 +171,7 @@ def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
     policy, step, full = chosen.spec.model.policy, chosen.step, None
     if step and policy != "full":
         full = assess(with_policy(chosen.spec, "full"), chosen.target).step
-    if not step or not full:
+    if not step or not full or round(step.total_s, 2) == round(full.total_s, 2):
         return CheckpointingChosen(policy=policy)
     return CheckpointingChosen(policy=policy, step_s=step.total_s, full_step_s=full.total_s)
 

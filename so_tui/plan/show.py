@@ -16,7 +16,7 @@ from rich.text import Text
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine, facts_of
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.gist import faster_than, limit_of, other_cautions, spare_bytes
+from so_tui.plan.gist import compact_moments, faster_than, limit_of, other_cautions, spare_bytes
 from so_tui.plan.notes import MemoryNeeded, MemoryPool, Reason, Shortage
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
@@ -197,42 +197,47 @@ def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
     )
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-        cells = [_cell(plan, narrow=narrow, compact=compact) for plan in row.cells.values()]
+        fastest = row.cells.get(row.fastest) if _choice_of_counts(row) else None
+        cells = [
+            _cell(plan, narrow=narrow, compact=compact, fastest=plan is fastest)
+            for plan in row.cells.values()
+        ]
         table.add_row(printable_line(row.preset), *facts, *cells)
     return table
 
 
-def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+def _choice_of_counts(row: PlanRow) -> bool:
+    """Return whether several numbers of GPUs fit."""
+    return sum(plan.fits for plan in row.cells.values()) > 1
+
+
+def _cell(
+    plan: Plan, *, narrow: bool = False, compact: bool = False, fastest: bool = False
+) -> Text:
     """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact
     ``✓★0.15  16.0k``.
     """
     sign, style = _SIGNS[plan.verdict]
     star = "★" if plan.recommended else " "
-    text = Text.assemble((sign, style), star)
+    quick = "⇡" if fastest else " "
+    text = Text.assemble((sign, style), star if plan.recommended else quick)
     if not compact:
-        text = Text.assemble(star, " ", (f"{sign} ", style))
+        text = Text.assemble(star, quick, (f"{sign} ", style))
     if not plan.fits:
         return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
-    mark = "*" if _compact(plan) else " "
+    mark = "*" if compact_moments(plan) else " "
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
     rate = _rate(tokens)
-    return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>7}")
-
-
-def _compact(plan: Plan) -> bool:
-    return plan.mode != "gpu" and plan.spec.offload.states != "fp32"
+    return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>8}")
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     """Render the verdict with its reasons, memory term by term, the step, the binding, and the
     warnings.
     """
-    parts: list[RenderableType] = [_headline(plan), Text(), _gist(plan), Text()]
-    told = [*plan.remedies, _need(plan)]  # some are not hashable
-    parts += [_bullet("·", "cyan", why.message) for why in plan.reasons if why not in told]
-    parts += [_bullet("!", "yellow", fact.message) for fact in other_cautions(plan)]
+    parts = verdict_lines(plan)
     # Several ranks may share a node: only where each has its own is a rank's memory compared with
     # the node's.
     own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
@@ -248,7 +253,8 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
             size = disk_size if location == "disk" else memory_size
             total = sum(term.bytes for term in terms)
             parts += [Text(), _heading(title, total, capacity, size), _terms(terms, size)]
-    parts += [Text(), render_saving(plan)]
+    if plan.fits:
+        parts += [Text(), render_saving(plan)]
     marks = "= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured"
     parts += [Text(), Text(marks, style="dim"), Text(), _step(plan)]
     if plan.binding:
@@ -284,9 +290,20 @@ def render_comparison(
     return table
 
 
+def verdict_lines(plan: Plan) -> list[RenderableType]:
+    """Render the verdict, what fits, limits and would be faster, and the other reasons."""
+    parts: list[RenderableType] = [_headline(plan), Text(), _gist(plan), Text()]
+    told = [*plan.remedies, _need(plan)]  # some are not hashable
+    parts += [_bullet("·", "cyan", why.message) for why in plan.reasons if why not in told]
+    parts += [_bullet("!", "yellow", fact.message) for fact in other_cautions(plan)]
+    return parts
+
+
 def _headline(plan: Plan) -> Text:
     (sign, style), spec = _SIGNS[plan.verdict], plan.spec
     mode = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    if smaller := compact_moments(plan):
+        mode += f", {smaller}"
     nodes = f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
     ranks = f"{plural(plan.gpus, 'GPU' if plan.on_gpus else 'rank')}{nodes}"
     seconds = plan.step_s if plan.fits else None
@@ -423,11 +440,11 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
     text.append(
-        "★ what so-tui run starts"
+        f"★ what so-tui run starts{'   ⇡ fastest' if any(map(_choice_of_counts, rows)) else ''}"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
-    if any(plan.fits and _compact(plan) for row in rows for plan in row.cells.values()):
+    if any(plan.fits and compact_moments(plan) for row in rows for plan in row.cells.values()):
         text.append("\n0.40*: with compact moments, because it does not fit with fp32 moments")
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(

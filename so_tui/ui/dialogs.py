@@ -200,6 +200,8 @@ class AskText(Dialog[Answer | None]):
 
     def on_mount(self) -> None:
         self.set_focus(self._entries[0])
+        if self._choices:  # another is typed over the present one
+            self.call_after_refresh(self._entries[0].action_select_all)
 
     def action_choose(self, way: Literal["up", "down"]) -> None:
         for listed in self.query(OptionList):
@@ -207,9 +209,10 @@ class AskText(Dialog[Answer | None]):
 
     @on(OptionList.OptionHighlighted)
     def _chosen(self, event: OptionList.OptionHighlighted) -> None:
-        entry = self._entries[0]
-        entry.value = self._choices[event.option_index][0]
-        entry.cursor_position = len(entry.value)
+        entry, text = self._entries[0], self._choices[event.option_index][0]
+        if entry.value != text:  # the present text stays selected
+            entry.value = text
+            entry.cursor_position = len(text)
 
     @on(Input.Submitted)
     def action_submit(self) -> None:

@@ -31,7 +31,7 @@ ROLE, NAME = 8, 5
 LABEL = ROLE + NAME
 FIGURES = 20
 """Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
-LEAST_BAR, MOST_BAR = 7, 28
+LEAST_BAR, MOST_BAR = 3, 28
 TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
@@ -45,6 +45,8 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         width: Cells of a line.
         before: Begins the first line.
     """
+    from so_tui.plan.gist import compact_moments
+
     sign, style = SIGNS[plan.verdict], STYLES[plan.verdict]
     facts = [before] if before else []
     verdict = plan.verdict if plan.possible else "cannot run here"
@@ -52,7 +54,7 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     if plan.never_run:
         facts.append(Content.styled("planned, never run", "$warning"))
     mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    facts.append(Content(mode))
+    facts.append(Content(", ".join(filter(None, (mode, compact_moments(plan))))))
     speed, flops = plan.useful_tokens_per_s_total, plan.model_tflops_per_gpu
     if plan.fits:
         figures = [
@@ -253,7 +255,9 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
             lines += hanging(_labelled("", ""), faint(text), width)
     if plan.shm_bytes:
         lines.append(_labelled("shm", memory(plan.shm_bytes)))
-    first, *others = [*lines, *_saving_lines(plan, width)]
+    if plan.fits:
+        lines += _saving_lines(plan, width)
+    first, *others = lines
     return [_role("fits", first), *others]
 
 

@@ -118,6 +118,17 @@ def shorten(text: str, width: int) -> str:
     return set_cell_size(line, max(0, width - 1)).rstrip() + "…"
 
 
+def whole_words(text: str, width: int) -> str:
+    """Return as many words of ``text`` as ``width`` cells hold, with an ellipsis for the others: no
+    number loses its end.
+    """
+    if cell_len(text) <= width:
+        return text
+    words = text.split()
+    lines = (f"{' '.join(words[:most])} …" for most in range(len(words) - 1, 0, -1))
+    return next((line for line in lines if cell_len(line) <= width), "…")
+
+
 def shorten_path(path: str, width: int) -> str:
     """Return ``path`` as one line in at most ``width`` cells, with an ellipsis in place of its
     start: paths differ at their end.

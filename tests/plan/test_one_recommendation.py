@@ -10,12 +10,14 @@ import pytest
 from so_tui.launch.launch import prepare, preview
 from so_tui.machine.known import MACHINES, named_machine
 from so_tui.machine.types import Machine
+from so_tui.plan.gist import faster_than
 from so_tui.plan.notes import (
     CompactStatesOption,
     FasterOffload,
     FasterWithout,
     FitsHere,
     GpusChosen,
+    LargerSteps,
     NextBest,
     SettingsReplaced,
 )
@@ -71,6 +73,18 @@ def assert_nothing_faster_is_named(plan: Plan, fixed: set[str]) -> None:
             assert not about_as_fast(fact.step_s, fact.given_step_s)
         if isinstance(fact, CompactStatesOption):
             assert "option" in fact.message
+
+
+@pytest.mark.parametrize("machine", ["gh200-480", "gb200-4"])
+def test_the_table_names_what_would_be_faster_as_the_plan_does(machine: str) -> None:
+    table, here = rows(machine, "auto"), named_machine(machine)
+    told = []
+    for preset in PRESETS:
+        for plan in table[preset.spec.name].cells.values():
+            if plan.recommended:
+                told += faster_than(plan)
+                assert plan.warnings == recommend(preset.spec, here).warnings
+    assert any(isinstance(fact, LargerSteps) for fact in told)
 
 
 def test_settings_that_fit_elsewhere_are_kept() -> None:

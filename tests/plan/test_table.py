@@ -82,6 +82,15 @@ def test_the_number_that_a_run_starts_is_marked_and_the_fastest_named(
     assert fixed == {count: () if count == marked else ("gpus",) for count in row.cells}
 
 
+def test_the_table_keeps_marks_apart_from_speeds() -> None:
+    rows = plan_table(list(CATALOG.presets.values()), named_machine("gh200-quad-120"))
+    lines = shown(render_table(rows, QUAD, 120), 120).splitlines()
+    (line,) = (line for line in lines if line.startswith("gpt-oss-20b"))
+    assert "0.80* 20.4k/s" in line
+    assert line.index("★⇡") > line.index("20.4k/s"), "4 GPUs are the fastest, too"
+    assert "⇡ fastest" in "".join(lines)
+
+
 def test_a_plan_that_does_not_fit_has_no_speeds() -> None:
     plan = recommended("llama-3.3-70b", QUAD, gpus="4")
     assert not plan.fits

@@ -110,7 +110,17 @@ async def test_a_cell_says_what_is_short_and_a_line_what_marks_mean(runs_dir: Pa
         (row,) = (row for row in ui.screen.rows if row.preset == "llama-3.3-70b")
         cell = table.get_row(row.preset)[-1].plain
         assert cell.strip() == f"✗ {shortfall(row.cells[4])}"
-        for meaning in ("★ so-tui run starts this", "⇡ fastest", "✗ needs > has (GiB)"):
+        signs = (
+            "★ so-tui run starts this",
+            "⇡ fastest",
+            "* compact moments",
+            "✗ needs > has (GiB)",
+        )
+        for plans in (row.cells for row in ui.screen.rows):
+            compact = [each.fits and each.spec.offload.states != "fp32" for each in plans.values()]
+            cells = table.get_row(next(iter(plans.values())).spec.name)[-len(plans) :]
+            assert ["*" in cell.plain for cell in cells] == compact
+        for meaning in signs:
             assert meaning in ui.shown("#legend")
         fitting, chosen = (ui.find(name, Vertical) for name in ("#fitting", "#chosen"))
         assert fitting.region.y == chosen.region.y, "beside each other"
@@ -291,6 +301,12 @@ async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
+        await ui.press("o")
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.until(lambda: ui.find("Input", Input).selected_text == "gh200-quad-120")
+        await ui.press("h")
+        assert ui.find("Input", Input).value == "h", "replaces the name that is there"
+        await ui.press("escape")
         about = ui.shown("#about-machine")
         source = MACHINES["gh200-quad-120"].source
         assert all(word in about for word in ("gh200-quad-120", source, "not measured"))

@@ -18,7 +18,7 @@ from so_tui.plan.planner import make_plan
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import form, plan_view
 from so_tui.ui.shared_app import SettingsApp
-from so_tui.ui.text import Content, chosen_glyphs, distinct, shorten_path
+from so_tui.ui.text import Content, chosen_glyphs, distinct, shorten_path, whole_words
 from so_tui.ui.widgets import Rule
 from so_tui.units import duration
 from tests.support.make_run import plan_for, quad_machine
@@ -73,6 +73,11 @@ def test_a_shortened_path_keeps_whole_names() -> None:
     assert {width: shorten_path(path, width) for width in shown} == shown
 
 
+def test_no_number_loses_its_end() -> None:
+    shown = {12: "★ 1 to 4,096", 11: "★ 1 to …", 8: "★ 1 to …", 7: "★ 1 …", 2: "…"}
+    assert {width: whole_words("★ 1 to 4,096", width) for width in shown} == shown
+
+
 def plain(lines: Iterable[Content]) -> list[str]:
     return [line.plain for line in lines]
 
@@ -90,6 +95,13 @@ def test_a_plan_fits_its_width_and_keeps_units_by_their_figures() -> None:
             assert not figure or "ratio" in re.split(" {2,}", line)[-1], "a unit follows"
         assert f"predicted {duration(plan.step_s or 0)}/step" in "\n".join(headline)
     assert plan.verdict in " ".join(headline)
+
+
+def test_bars_leave_units_their_room_in_the_narrowest_pane() -> None:
+    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
+    for width in range(36, 45):
+        gpu, host, *_ = plan_view._memory_lines(plan, width)
+        assert max(gpu.cell_length, host.cell_length) <= width
 
 
 def test_a_plan_that_does_not_fit_shows_no_speed() -> None:

@@ -29,7 +29,7 @@ from so_tui.ui.form import (
     next_text,
     text_of,
 )
-from so_tui.ui.text import Content, faint
+from so_tui.ui.text import Content, faint, whole_words
 from so_tui.ui.widgets import FindField, keys
 
 # ``−`` and ``+`` beside the number of the selected field, for the mouse.
@@ -249,7 +249,7 @@ class FieldRow(Horizontal):
         note = self.query_one(".field-note", Label)
         text, room = " · ".join(self._pieces), note.content_size.width
         if not self.has_focus_within and 0 < room < cell_len(text):
-            text = self._pieces[0]
+            text = whole_words(self._pieces[0], room)
         if text != str(note.content):
             note.update(Content(text))
 
