@@ -214,14 +214,15 @@ def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     if not plan.fits:
         return text.append(shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
-    mark = "*" if _compact(plan) else " "
+    mark = "*" if has_compact_moments(plan) else " "
     if (tokens := plan.useful_tokens_per_s_total) is None:
         return text
     rate = _rate(tokens)
     return text.append(f"{mark}{rate.removesuffix('/s'):>5}" if compact else f"{mark}{rate:>7}")
 
 
-def _compact(plan: Plan) -> bool:
+def has_compact_moments(plan: Plan) -> bool:
+    """Return whether Adam's moments are kept in fewer bytes than fp32 takes."""
     return plan.mode != "gpu" and plan.spec.offload.states != "fp32"
 
 
@@ -427,7 +428,7 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
-    if any(plan.fits and _compact(plan) for row in rows for plan in row.cells.values()):
+    if any(plan.fits and has_compact_moments(plan) for row in rows for plan in row.cells.values()):
         text.append("\n0.40*: with compact moments, because it does not fit with fp32 moments")
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
