@@ -247,7 +247,7 @@ async def test_wider_terminals_and_the_filter_keep_what_is_chosen(runs_dir: Path
         await ui.press("right")
         await ui.until(lambda: ui.shown("#detail-title") != before)
         chosen = ui.shown("#detail-title").split()
-        await ui.resize(200, 50)
+        await ui.resize(220, 50)
         await ui.until(lambda: len(table.columns) > columns)
         assert ui.shown("#detail-title").split() == chosen
         await find(ui, "30b")
