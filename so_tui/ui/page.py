@@ -146,6 +146,11 @@ class Page(StylesFocus[None], CachedLinesMixin):
     _left: Widget | None = None
     """The field that was left last; tab continues from it."""
 
+    @property
+    def resting(self) -> Widget | None:
+        """The widget with the focus while no field has it, if there is one."""
+        return None
+
     def compose(self) -> ComposeResult:
         yield _TopLine()
         yield _Navigation(self.PAGE)
@@ -179,12 +184,12 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     def action_leave_field(self) -> None:
         """Take the focus out of a text field, so that single keys are commands again."""
-        if self.focused is not None:
+        if self.focused is not self.resting:
             self._left = self.focused
-            self.set_focus(None)
+            self.set_focus(self.resting)
 
     def _move_focus(self, direction: int = 0, selector: str | type[Widget] = "*") -> Widget | None:
-        if self.focused is None and self._left in self.focus_chain:
+        if self.focused is self.resting and self._left in self.focus_chain:
             self.set_focus(self._left)
         return super()._move_focus(direction, selector)
 

@@ -32,6 +32,8 @@ LABEL = ROLE + NAME
 FIGURES = 20
 """Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
 LEAST_BAR, MOST_BAR = 3, 28
+_FASTER = 1.05
+"""From how many times the speed on other GPUs is worth a line."""
 TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
@@ -69,11 +71,16 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     return in_rows(wrapped(facts, width, GAP))
 
 
-def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
+def gist(plan: Plan, width: int, *, fastest: Plan | None = None, plain: bool = False) -> Content:
     """Return what a reader wants to know first, in labelled lines: what fits, what limits the
     speed, and what would make it faster, or make it fit.
 
-    ``plain`` where the terminal shows ASCII only.
+    Args:
+        plan: The plan.
+        width: Cells of a line.
+        fastest: The plan of the same model on the number of GPUs that trains most tokens per
+            second.
+        plain: Whether the terminal shows ASCII only.
     """
     from so_tui.plan.gist import faster_than, limit_of, other_cautions
     from so_tui.plan.notes import Note, RemoteCode
@@ -86,7 +93,7 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
         if (limit := limit_of(plan)) is not None:
             lines += _told("", [Content(limit.message)], width)
         faster = [Content(fact.message) for fact in faster_than(plan)]
-        lines += _told("faster", faster or [faint("nothing known")], width)
+        lines += _told("faster", [*_on_more_gpus(plan, fastest), *faster], width)
     else:
         if not plan.possible:
             lines += _told("why not", list(map(Content, plan.cause_texts)), width)
@@ -99,6 +106,16 @@ def gist(plan: Plan, width: int, *, plain: bool = False) -> Content:
         faint(fact.message) if isinstance(fact, Note) else Content(fact.message) for fact in others
     ]
     return in_rows([*lines, *_told("note", notes, width)])
+
+
+def _on_more_gpus(plan: Plan, fastest: Plan | None) -> list[Content]:
+    """Return ``4 GPUs: 15.7k tokens/s, 1.8x`` where another number of GPUs is faster."""
+    speed = plan.useful_tokens_per_s_total
+    best = fastest.useful_tokens_per_s_total if fastest is not None else None
+    if fastest is None or not speed or not best or best < _FASTER * speed:
+        return []
+    gpus = plural(fastest.gpus, "GPU" if fastest.on_gpus else "rank")
+    return [Content(f"{gpus}: {rate(best)} tokens/s, {best / speed:.1f}x")]
 
 
 def _remedy_text(remedy: Remedy) -> str:
@@ -133,9 +150,11 @@ def whole(plan: Plan, width: int, *, command: str = "", plain: bool = False) -> 
     return in_rows([*parts, *_section("the command", [Content(command)] if command else [])])
 
 
-def as_roomy(plan: Plan, width: int, rows: int, *, plain: bool = False) -> Content:
+def as_roomy(
+    plan: Plan, width: int, rows: int, *, fastest: Plan | None = None, plain: bool = False
+) -> Content:
     """Return the gist of a plan, and as many of its details as ``rows`` hold."""
-    lines = gist(plan, width, plain=plain).split("\n")
+    lines = gist(plan, width, fastest=fastest, plain=plain).split("\n")
     for section in _details(plan, width):
         if len(lines) + len(section) > rows:
             break
@@ -319,15 +338,16 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
 
 
 def _terms_table(plan: Plan, location: Location, width: int) -> list[Content]:
-    """Return every term with its confidence, largest first."""
+    """Return every term, largest first, with its confidence where there is room for it."""
     shown = plan.largest_terms(location)
-    room = max(12, width - len(" 117.0 GiB  measured"))
-    name = min(room, max((len(term.name) for term in shown), default=0))
+    longest = max((len(term.name) for term in shown), default=0)
+    name = min(longest, max(12, width - len(" 117.0 GiB")))
+    certain = name + len(" 117.0 GiB  measured") <= width
     sure = {"calibrated": "measured"}
     return [
         Content.assemble(
             f"{shorten(term.name, name):<{name}} {memory(term.bytes):>9}",
-            (f"  {sure.get(term.confidence, term.confidence)}", "$faint"),
+            *([(f"  {sure.get(term.confidence, term.confidence)}", "$faint")] if certain else []),
         )
         for term in shown
     ]

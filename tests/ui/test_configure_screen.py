@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from textual import events
 from textual.app import App, ComposeResult
+from textual.color import Color
 from textual.widget import Widget
 from textual.widgets import Button, Input, Select, Static
 
@@ -20,7 +21,7 @@ from so_tui.plan.planner import make_plan
 from so_tui.plan.show import shortfall
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper, _Tick
-from so_tui.ui.configure.plan_pane import WhatIf, _figures, nearest_fit
+from so_tui.ui.configure.plan_pane import PlanPanel, WhatIf, _figures, nearest_fit
 from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Draft, Strip, strips_for
 from so_tui.ui.widgets import FindField
@@ -253,6 +254,35 @@ async def test_a_box_has_a_mark_only_while_it_is_on() -> None:
         await pilot.pause()
         lines = [strip.text for strip in pilot.app.screen._compositor.render_strips(pilot.app.size)]
         assert re.findall("▐(.)▌ +(yes|no)", "\n".join(lines)) == [(" ", "no"), ("X", "yes")]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_the_settings_have_the_focus_while_no_field_has(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        assert ui.screen.focused is form
+        assert "first field" in ui.shown("#about")
+        if size > (80, 24):
+            bordered = form.styles.border_top[1], ui.find("#plan", PlanPanel).styles.border_top[1]
+            assert bordered[0].hex == Color.parse(ui.app.theme_variables["accent"]).hex
+            assert bordered[0] != bordered[1]
+        await ui.press("equals_sign")
+        await ui.until(lambda: "What differs" in ui.dialog_title)
+        await ui.press("escape")
+        await ui.until(lambda: ui.screen.focused is form)
+        await ui.press("down")
+        await ui.until(lambda: focused_row(ui) == form.rows[0].path)
+        assert "first field" not in ui.shown("#about")
+        await ui.press("escape")
+        await ui.until(lambda: "first field" in ui.shown("#about"))
+        assert ui.screen.focused is form
+        await ui.press("slash")
+        await ui.until(lambda: isinstance(ui.screen.focused, Input))
+        await ui.press("escape")
+        await ui.until(lambda: ui.screen.focused is form)
 
 
 async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Path) -> None:

@@ -18,6 +18,7 @@ from so_tui.launch.slurm.client import Partition
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES, named_machine
 from so_tui.machine.types import Software
+from so_tui.plan.gist import compact_moments
 from so_tui.plan.planner import plan_table
 from so_tui.plan.show import shortfall
 from so_tui.runs import RunDirectory
@@ -129,6 +130,97 @@ async def test_a_cell_says_what_is_short_and_a_line_what_marks_mean(runs_dir: Pa
         assert "full-parameter" in ui.text().lower()
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (140, 36), (160, 45)])
+async def test_compact_moments_are_marked_and_the_legend_stands(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
+    name = "gh200-quad-120"
+    async with opened(runs_dir, size, machine=named_machine(name), machine_file=name) as ui:
+        table = await ui.presets()
+        assert isinstance(table, PresetTable)
+        assert isinstance(ui.screen, PresetsScreen)
+        marked = {
+            (row.preset, gpus): "*" in cell.plain
+            for row in ui.screen.rows
+            for gpus, cell in zip(table._counts, table.get_row(row.preset)[-3:], strict=True)
+        }
+        compact = {
+            (row.preset, gpus): plan.fits and bool(compact_moments(plan))
+            for row in ui.screen.rows
+            for gpus, plan in row.cells.items()
+        }
+        assert marked == compact
+        assert set(marked.values()) == {True, False}
+        legend, lines = ui.find("#legend", Static), ui.shown("#legend").splitlines()
+        text = " ".join(lines)
+        for meaning in ("0.90 offload ratio", "* compact moments", "tokens/s"):
+            assert meaning in text
+        short = "none" in table.get_row("tiny")[-1].plain
+        assert ("none: no offload" in text) is short
+        await ui.until(lambda: legend.region.height == len(lines))
+        assert ui.find("#fitting", Vertical).content_region.contains_region(legend.region)
+
+
+@pytest.mark.parametrize("width", [140, 160, 189])
+async def test_beside_the_table_names_of_terms_are_whole(runs_dir: Path, width: int) -> None:
+    async with opened(runs_dir, (width, 60)) as ui:
+        table = await ui.presets()
+        assert isinstance(table, PresetTable)
+        table.select("qwen3-14b")
+        chosen = table.chosen()
+        assert chosen is not None
+        await ui.until(lambda: chosen[0].title in ui.shown("#detail-title"))
+        assert all(term.name in ui.shown("#detail") for term in chosen[1].largest_terms("gpu"))
+        fitting = ui.find("#fitting", Vertical)
+        assert fitting.content_size.width == max(78, table.cells)
+
+
+async def test_the_number_of_gpus_that_is_faster_is_named(runs_dir: Path) -> None:
+    async with opened(runs_dir, (140, 40)) as ui:
+        table = await ui.presets()
+        assert isinstance(table, PresetTable)
+        table.select("qwen3-14b")
+        chosen = table.chosen()
+        assert chosen is not None
+        row, plan = chosen
+        fastest = row.cells[4].useful_tokens_per_s_total or 0
+        times = fastest / (plan.useful_tokens_per_s_total or 0)
+        line = f"faster  4 GPUs: {rate(fastest)} tokens/s, {times:.1f}x"
+        await ui.until(lambda: line in ui.shown("#detail"))
+        await ui.press("end")
+        await ui.until(lambda: "on 4 GPUs" in ui.shown("#detail-title"))
+        assert not re.search("4 GPUs:|nothing known", ui.shown("#detail"))
+
+
+async def test_the_cell_of_a_plan_that_is_shown_for_a_model_is_underlined(runs_dir: Path) -> None:
+    async with opened(runs_dir, (140, 40)) as ui:
+        table = await ui.presets()
+        assert isinstance(table, PresetTable)
+        assert isinstance(ui.screen, PresetsScreen)
+
+        def underlined() -> list[tuple[str, int]]:
+            return [
+                (row.preset, gpus)
+                for row in rows
+                for gpus, cell in zip(table._counts, table.get_row(row.preset)[-3:], strict=True)
+                if any("underline" in str(span.style) for span in cell.spans)
+            ]
+
+        rows = ui.screen.rows
+        for key, shown in (("home", [0]), ("down", [1]), ("right", [])):
+            await ui.press(key)
+            marks = [
+                (rows[line].preset, gpus)
+                for line in shown
+                for gpus, plan in rows[line].cells.items()
+                if plan.recommended
+            ]
+            await ui.until(lambda: underlined() == marks)  # noqa: B023 - called at once
+        await ui.press("left")
+        await ui.resize(150, 40)
+        await ui.until(lambda: [preset for preset, _ in underlined()] == [rows[1].preset])
+
+
 async def test_all_reasons_of_the_plan_under_the_cursor_are_a_key_away(runs_dir: Path) -> None:
     async with opened(runs_dir, (80, 24)) as ui:
         table = await ui.presets()
@@ -167,7 +259,7 @@ async def test_wider_terminals_and_the_filter_keep_what_is_chosen(runs_dir: Path
         await ui.press("right")
         await ui.until(lambda: ui.shown("#detail-title") != before)
         chosen = ui.shown("#detail-title").split()
-        await ui.resize(200, 50)
+        await ui.resize(220, 50)
         await ui.until(lambda: len(table.columns) > columns)
         assert ui.shown("#detail-title").split() == chosen
         await find(ui, "30b")

@@ -315,8 +315,12 @@ class _Fields(VerticalScroll, can_focus=False):
                 row.scroll_visible(animate=False)
 
 
-class FormPanel(Vertical):
-    """Rows under their headings; the last lines describe the field with the focus."""
+class FormPanel(Vertical, can_focus=True):
+    """Rows under their headings; the last lines describe the field with the focus. The panel itself
+    has it while no field has, so that single keys are commands.
+    """
+
+    FOCUS_ON_CLICK = False  # a click beside a control keeps the focus where it is
 
     fields = getters.child_by_id("form", _Fields)
     find = getters.child_by_id("find", FindField)
@@ -449,12 +453,18 @@ class FormPanel(Vertical):
                     heading = child
                     heading.display = not needle
 
+    @on(events.Focus)
+    @on(events.Blur)
     @on(events.DescendantFocus)
     @on(events.DescendantBlur)
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
         row = self.selected
-        if row is None:
+        if self.has_focus:
+            about = Content.from_markup(
+                "[$accent]down[/] begins with the first field, [$accent]/[/] finds one"
+            )
+        elif row is None:
             about = faint("up and down move between fields, / finds one")
         elif row.problem:
             refused = f"{self.refused}: " if self.refused else ""

@@ -176,8 +176,8 @@ def _with_plan(
 class ConfigureScreen(ResizablePage):
     PAGE = "configure"
     CSS_PATH = ["screen.tcss", "form.tcss"]
-    AUTO_FOCUS = ""
-    # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
+    AUTO_FOCUS = "FormPanel"
+    # No field has the focus at first, so that single keys are commands.
     HELP_TEXT = (
         "Every change is planned immediately: whether it fits, how fast it will be, which command "
         "would start. • marks fields that you changed, ★ those that have what is recommended for "
@@ -428,6 +428,10 @@ class ConfigureScreen(ResizablePage):
 
     # Moving about.
 
+    @property
+    def resting(self) -> FormPanel:
+        return self.form
+
     def action_field(self, distance: int) -> None:
         self.form.move(distance)
 
@@ -443,7 +447,7 @@ class ConfigureScreen(ResizablePage):
 
     def action_leave_field(self) -> None:
         if self.form.close_find():
-            self.set_focus(None)
+            self.set_focus(self.form)
         else:
             super().action_leave_field()
 

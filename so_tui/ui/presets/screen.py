@@ -14,7 +14,7 @@ from textual.worker import get_current_worker
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure, reporting
 from so_tui.ui.page import FiltersTable
-from so_tui.ui.presets.table import PresetTable, best_plan, legend
+from so_tui.ui.presets.table import PresetTable, best_plan, fastest_plan
 from so_tui.ui.text import Content, faint, in_rows, shows_ascii
 from so_tui.ui.widgets import FindField, framed, keys
 from so_tui.units import plural
@@ -84,10 +84,10 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
 
 BESIDE = 140
 """Columns of a terminal that is wide enough for the plan next to the table."""
-LEAST_PLAN = 54
-"""Columns that are left for it there."""
-_LEAST_TABLE = 66
-"""Cells of the table there at least: the line that explains its marks."""
+LEAST_PLAN = 62
+"""Columns that are left for it there: names of terms are whole."""
+_LEAST_TABLE = 78
+"""Cells of the table there at least: as many as in a terminal of 80 columns."""
 _LEAST_ROWS = 20
 """Rows of a terminal from which on a line says what the program is for."""
 PURPOSE = "Full-parameter fine-tuning of 8B-70B models on GH200 superchips."
@@ -109,7 +109,9 @@ class PresetsScreen(FiltersTable):
         "machine, which share of the optimizer states lives in host memory (the offload ratio; "
         "none: all on the GPU), and the predicted tokens per second; or, behind ✗, what memory it "
         "needs and what is there. ★ marks what `so-tui run` starts, ⇡ the number of GPUs that "
-        "trains most tokens per second."
+        "trains most tokens per second, and * a plan with compact moments, because it does not fit "
+        "with fp32 moments. While the cursor is on a model, the plan of the underlined cell is "
+        "shown."
     )
     BINDINGS = keys("presets", "all-reasons", "other-machine", "more-presets")
 
@@ -255,11 +257,11 @@ class PresetsScreen(FiltersTable):
             rows = self._shown_rows()
             self.table.room = self._table_room
             self.table.show(rows, self.counts, "GPU" if self._on_gpus else "rank")
-            room = self._table_room
+            room = self.table.room
             if beside := self.has_class("-beside"):
-                room = min(room, max(_LEAST_TABLE, self.table.cells))
+                room = max(_LEAST_TABLE, self.table.cells)
             self.query_one("#fitting").styles.width = room + 4 if beside else None
-            self.query_one("#legend", Static).update(legend(rows, room))
+            self.query_one("#legend", Static).update(self.table.legend(room))
             folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
@@ -269,8 +271,9 @@ class PresetsScreen(FiltersTable):
     @property
     def _table_room(self) -> int:
         """Cells for the columns of the table."""
-        width = self.size.width - (LEAST_PLAN if self.size.width >= BESIDE else 0)
-        return width - (6 if framed(self) else 2)
+        width = self.size.width - (6 if framed(self) else 2)
+        beside = self.size.width >= BESIDE
+        return max(_LEAST_TABLE, width - LEAST_PLAN) if beside else width
 
     def on_resize(self) -> None:
         self.set_class(self.size.width >= BESIDE, "-beside")
@@ -295,7 +298,8 @@ class PresetsScreen(FiltersTable):
         width = max(36, self.title_shown.content_size.width - 1)
         self.title_shown.update(plan_view.headline(plan, width, title))
         plain, rows = shows_ascii(self.app), pane.content_size.height
-        self.detail.update(plan_view.as_roomy(plan, width, rows, plain=plain))
+        best = fastest_plan(row)
+        self.detail.update(plan_view.as_roomy(plan, width, rows, fastest=best, plain=plain))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.text import Text
+from textual import on
+from textual.coordinate import Coordinate
+from textual.widgets import DataTable
 
 from so_tui.ui.plan_view import SIGNS, STYLES
-from so_tui.ui.text import Content, faint, shorten
+from so_tui.ui.text import Content, in_rows, shorten, wrapped
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import keys
 from so_tui.units import count, memory_unit, plural, rate, thousands
@@ -25,7 +28,7 @@ _NAMES = 36, 24, 16, 12
 """Cells that a model's name takes at most: as many as there is room for."""
 
 Cells = Literal["words", "short", "tight"]
-"""How much a cell says: ``★⇡ ✓ ratio 0.35 13.9k/s``, ``★⇡✓ 0.35 13.9k`` or ``★⇡✓ 13.9k``."""
+"""How much a cell says: ``★⇡ ✓ ratio 0.35 13.9k/s``, ``★⇡✓ 0.35* 13.9k`` or ``★⇡✓ 13.9k``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ class PresetTable(FittedTable):
     """Cells for all columns."""
     cells = 0
     """Cells that they take."""
+    _said: Cells = "words"
+    """How much the cells say."""
+    _underlined: tuple[Coordinate, Text] | None = None
+    """The cell that is underlined, and what it is otherwise."""
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return action != "select_cursor" or self.row_count > 0
@@ -91,6 +98,7 @@ class PresetTable(FittedTable):
         preset = before[0].preset if before is not None else ""
         line = self.get_row_index(preset) if preset in self.rows else at.row
         self.move_cursor(row=line, column=column)
+        self._underline_chosen()  # also where the cursor did not move
 
     def _fill(self, first: int) -> tuple[int, ...]:
         """Show as many numbers of GPUs as there is room for, from one of them on, and return
@@ -104,6 +112,7 @@ class PresetTable(FittedTable):
                 wider = replace(look, name=min(_NAMES[0], longest + left))
                 columns = self._columns(wider, self._all_counts)
                 break
+        self._said = look.cells
         widths = [self._width(columns[: look.facts])]
         widths += [self._width([column]) for column in columns[look.facts :]]
         most = len(self._all_counts)
@@ -118,6 +127,7 @@ class PresetTable(FittedTable):
             for index, row in enumerate(self._shown)
         ]
         self.cells = self._width(shown)
+        self._underlined = None
         self.fill([title for title, _ in shown], filled)
         return self._counts
 
@@ -128,8 +138,12 @@ class PresetTable(FittedTable):
         columns = columns or [("model", [])]
         for ranks in counts:
             plans = [row.cells[ranks] for row in self._shown]
-            room = max((len(_speed(plan, look.cells)) for plan in plans if plan.fits), default=0)
-            cells = [self._cell(row, row.cells[ranks], look.cells, room) for row in self._shown]
+            fitting = [plan for plan in plans if plan.fits]
+            how = max((len(_how(plan, look.cells)) for plan in fitting), default=0)
+            room = max((len(_speed(plan, look.cells)) for plan in fitting), default=0)
+            cells = [
+                self._cell(row, row.cells[ranks], look.cells, (how, room)) for row in self._shown
+            ]
             columns.append(
                 (f"{'  ' if look.cells == 'tight' else '   '}{plural(ranks, self._noun)}", cells)
             )
@@ -148,10 +162,10 @@ class PresetTable(FittedTable):
         name = Text(shorten(row.title, look.name))
         return [name, Text(size, style=self._colour("$faint")), tokens][: look.facts]
 
-    def _cell(self, row: PlanRow, plan: Plan, look: Cells, room: int) -> Text:
+    def _cell(self, row: PlanRow, plan: Plan, look: Cells, room: tuple[int, int]) -> Text:
         """Return how a plan offloads and how fast it is, or ``✗ host 922 > 464``.
 
-        Speeds take ``room`` cells.
+        How it offloads, and its speed, take as many cells as ``room`` says.
         """
         from so_tui.plan.show import shortfall
 
@@ -166,13 +180,8 @@ class PresetTable(FittedTable):
         if not plan.fits:
             return text
         if look != "tight":
-            how, wide = f"{plan.ratio:.2f}", 10 if look == "words" else 4
-            if look == "words":
-                how = f"{'tight' if plan.verdict == 'tight' else 'ratio'} {how}"
-            if plan.mode == "gpu":
-                how = "no offload" if look == "words" else "none"
-            text.append(f"{how:<{wide}} ", self._colour("$faint"))
-        return text.append(f"{_speed(plan, look):>{room}}", "bold")
+            text.append(f"{_how(plan, look):<{room[0]}} ", self._colour("$faint"))
+        return text.append(f"{_speed(plan, look):>{room[1]}}", "bold")
 
     def _colour(self, variable: str) -> str:
         return self.app.theme_variables[variable.removeprefix("$")]
@@ -198,7 +207,56 @@ class PresetTable(FittedTable):
         if not (self.cursor_column == self._fixed and self._turn(-1)):
             super().action_cursor_left()
 
+    def legend(self, width: int) -> Content:
+        """Return what the marks and figures mean, in lines of ``width`` cells."""
+        from so_tui.plan.gist import compact_moments
+
+        plans = [plan for row in self._shown for plan in row.cells.values()]
+        verdicts = {plan.verdict for plan in plans}
+        fitting, ratios = [plan for plan in plans if plan.fits], self._said != "tight"
+        offloaded = ratios and any(plan.mode != "gpu" for plan in fitting)
+        kept = self._said == "short" and any(plan.mode == "gpu" for plan in fitting)
+        ratio = "offload ratio, none: no offload" if kept else "offload ratio"
+        compact = ratios and any(map(compact_moments, fitting))
+        speeds = any(plan.useful_tokens_per_s_total for plan in fitting)
+        entries = (
+            ("★", "$run", "so-tui run starts this", any(plan.recommended for plan in plans)),
+            ("⇡", "$run", "fastest", any(map(fastest_plan, self._shown))),
+            (
+                "✗",
+                STYLES["does not fit"],
+                f"needs > has ({memory_unit()[1]})",
+                "does not fit" in verdicts,
+            ),
+            ("~", STYLES["tight"], "tight", "tight" in verdicts),
+            ("0.90", "", ratio, offloaded),
+            ("*", "", "compact moments", compact),
+            ("16.0k", "bold", "tokens/s", speeds),
+        )
+        shown = [
+            Content.assemble((sign, style), (f" {meaning}", "$faint"))
+            for sign, style, meaning, of_use in entries
+            if of_use
+        ]
+        return in_rows(wrapped(shown, width))
+
     # The cursor.
+
+    @on(DataTable.CellHighlighted)
+    def _underline_chosen(self) -> None:
+        """Underline the cell of the plan that is chosen while the cursor is on its model."""
+        if self._underlined is not None:
+            self.update_cell_at(*self._underlined)
+            self._underlined = None
+        at, chosen = self.cursor_coordinate, self.chosen()
+        if chosen is None or at.column >= self._fixed or chosen[1].gpus not in self._counts:
+            return
+        place = Coordinate(at.row, self._fixed + self._counts.index(chosen[1].gpus))
+        cell: Text = self.get_cell_at(place)
+        self._underlined, marked = (place, cell), cell.copy()
+        begin = cell.cell_len - len(cell.plain.lstrip())
+        marked.stylize("underline", begin)
+        self.update_cell_at(place, marked)
 
     def chosen(self) -> tuple[PlanRow, Plan] | None:
         """Return the row under the cursor and its plan: the column's, or the recommended one where
@@ -248,32 +306,21 @@ def fastest_plan(row: PlanRow) -> Plan | None:
     return max(fitting, key=lambda plan: plan.useful_tokens_per_s_total or 0)
 
 
+def _how(plan: Plan, look: Cells) -> str:
+    """Return how a plan offloads: ``ratio 0.35`` or, where there is less room, ``0.35``."""
+    from so_tui.plan.gist import compact_moments
+
+    if plan.mode == "gpu":
+        return "no offload" if look == "words" else "none"
+    ratio = f"{plan.ratio:.2f}{'*' if compact_moments(plan) else ''}"
+    if look == "words":
+        return f"{'tight' if plan.verdict == 'tight' else 'ratio'} {ratio}"
+    return ratio
+
+
 def _speed(plan: Plan, look: Cells) -> str:
     """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is
     predicted.
     """
     speed = plan.useful_tokens_per_s_total
     return f"{rate(speed)}{'/s' if look == 'words' else ''}" if speed else ""
-
-
-def legend(rows: Sequence[PlanRow], width: int) -> Content:
-    """Return what the marks of the table mean, as much of it as one line holds."""
-    plans = [plan for row in rows for plan in row.cells.values()]
-    shown = {plan.verdict for plan in plans}
-    unfit, tight = STYLES["does not fit"], STYLES["tight"]
-    entries = [
-        ("★", "$run", "so-tui run starts this", any(plan.recommended for plan in plans)),
-        ("⇡", "$run", "fastest", any(map(fastest_plan, rows))),
-        ("✗", unfit, f"needs > has ({memory_unit()[1]})", "does not fit" in shown),
-        ("~", tight, "tight", "tight" in shown),
-        ("0.90", "", "offload ratio", any(plan.fits and plan.mode != "gpu" for plan in plans)),
-    ]
-    line = Content("")
-    for sign, style, meaning, of_use in entries:
-        if not of_use:
-            continue
-        entry = Content.assemble((sign, style), (f" {meaning}", "$faint"))
-        gap = faint(" · ") if line.plain else Content("")
-        if line.cell_length + gap.cell_length + entry.cell_length <= width:
-            line = line + gap + entry
-    return line
