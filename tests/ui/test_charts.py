@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
