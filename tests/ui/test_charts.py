@@ -287,7 +287,7 @@ def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:
 
 
 async def test_charts_of_a_page_name_the_same_steps_and_hide_no_checkpoint(runs_dir: Path) -> None:
-    """The number of the page stands beside the last title, off the axis."""
+    """The number of the page is in the first heading, off the axis."""
     run = write_run(runs_dir, steps=60)
     async with opened(runs_dir, open_run=run, shows="training", size=(120, 36)) as ui:
         panel = ui.find("ChartPanel", ChartPanel)
@@ -295,4 +295,4 @@ async def test_charts_of_a_page_name_the_same_steps_and_hide_no_checkpoint(runs_
         assert len(axes) > 1
         assert len({tuple(re.findall(r"[\d,]+", axis)) for axis in axes}) == 1, axes
         assert len({axis.count("◆") for axis in axes}) == 1
-        assert "▸" in panel.charts[-1].draw_rows()[0].text
+        assert "▸" in panel.charts[0].draw_rows()[0].text

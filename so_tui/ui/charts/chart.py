@@ -298,7 +298,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.boxed = boxed
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
         self.turns = ""
-        """The number of the page, beside the title; a click on it turns the page."""
+        """The number of the page, shown after the title; a click on it turns the page."""
         self.alarm = ""
         self.progress = ""
         self.log_scale = self.robust = False
@@ -545,10 +545,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
         wrong.
         """
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        fits = len(self.title) + 2 + len(self.turns) <= room
+        fits = len(self.title) + 1 + len(self.turns) <= room
         turns = self.turns if fits and not scaled else ""
-        others = (turns, "page"), (self.progress, "cursor"), (self.alarm, "bad")
-        return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
+        others = (f" {turns}", "page"), (f"  {self.progress}", "cursor"), (f"  {self.alarm}", "bad")
+        return [(self.title, "title"), *(piece for piece in others if piece[0].strip())]
 
     def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""

@@ -125,9 +125,9 @@ class ChartPanel(Container, CachedLinesMixin):
             *(Mark(float(resume.step), resume.time, "↻", "mark") for resume in events.resumes),
         ]
         for chart in self.charts:
-            last = chart.metric is self.page.metrics[-1]
+            first = chart.metric is self.page.metrics[0]
             room = chart.heading_room
-            chart.turns = self.page.note if last else ""
+            chart.turns = self.page.note if first else ""
             self._show_metric(chart, room, marks)
 
     @property
