@@ -167,17 +167,10 @@ class _ChartPage:
     number: int
     pages: int
 
-    def note_in(self, room: int) -> str:
-        """Return ``page 1 of 3 ▸``, or ``1/3 ▸`` in a narrow heading; empty where there is one
-        page.
-        """
-        if self.pages == 1:
-            return ""
-        return (
-            f"page {self.number + 1} of {self.pages} ▸"
-            if room >= ROOMY
-            else f"{self.number + 1}/{self.pages} ▸"
-        )
+    @property
+    def note(self) -> str:
+        """``1/3 ▸``; empty where there is one page."""
+        return f"{self.number + 1}/{self.pages} ▸" if self.pages > 1 else ""
 
     def wanted(self, ema: float | None) -> Wanted:
         """Return what the charts of this page need; some field in any case."""

@@ -128,7 +128,7 @@ class Table(NamedTuple):
 
 BAR = 6
 """Cells of a bar."""
-ENOUGH_CELLS = {"adam": 32, "main-core": 6, "other": 16}
+ENOUGH_CELLS = {"adam": 16, "main-core": 6, "other": 16}
 LEAST_CELLS = {"adam": 10, "main-core": 3, "other": 4}
 """Cells of cores by what they do, as far as there are so many: until they have enough, figures that
 are seldom looked at give way.
@@ -184,6 +184,8 @@ def table_of(
     busy = [_busy(picture) for picture in pictures]
     roles = [role for role in _SIGNS if any(role in loads for loads in busy)]
     counts = {role: max(len(loads.get(role, ())) for loads in busy) for role in roles}
+    if "adam" in counts:  # wider, it would outshine the loss, and says one number
+        counts["adam"] = min(counts["adam"], ENOUGH_CELLS["adam"])
     keys = [key for key in _ORDER if key in known or key.removesuffix(" %") in roles]
     widths = {key: max(cells_in(row.get(key, ())) for row in rows) for key in keys}
     widths |= {f"{role} %": 5 for role in roles}

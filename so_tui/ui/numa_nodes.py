@@ -27,6 +27,7 @@ from so_tui.ui.charts.drawing import (
     plot_key,
     plot_rows,
     with_cursor,
+    with_even_ticks,
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.lines import cells_of
@@ -159,7 +160,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         "note": "$faint",
         "title": "bold",
         "value": "bold",
-        "adam": "$adam",
+        "adam": "$adam-strip",
         "main-core": "$main-core",
         "other": "$other-core",
         "sign": "$faint",
@@ -299,10 +300,12 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         if self.plot == "memory":
             scale = Scale(0, max(1, view.sample.memory_total_bytes))
             per, unit = memory_unit()[0], "G"
-        body = plot_rows(lines, axis, lambda _: scale, size, glyphs_of(self.app), styles)[0]
+        glyphs = glyphs_of(self.app)
+        scale = with_even_ticks(scale, size[1], glyphs, per)
+        body = plot_rows(lines, axis, lambda _: scale, size, glyphs, styles)[0]
         labels = [" " * GUTTER] * len(body)
         if len(body) > 2:
-            labels = gutter_text(scale, len(body), lambda value: f"{value:.0f} {unit}", per)
+            labels = gutter_text(scale, size[1], glyphs, lambda value: f"{value:g} {unit}", per)
         return [
             [Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)
         ]

@@ -109,7 +109,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
         assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
         await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
-        await ui.until(lambda: "page 3 of 3" in ui.text())
+        await ui.until(lambda: "3/3 ▸" in ui.text())
 
 
 def smoothed_by(ui: Driver, smoothing: str) -> bool:
@@ -284,3 +284,15 @@ def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:
     assert max(scale.high, logarithmic.high) < 2
     assert columns_beyond([spans], scale) == 1
     assert fit_scale([[*[(1.0, 1.0)] * 3, (1.0, 50.0)]], robust=True).high < 2
+
+
+async def test_charts_of_a_page_name_the_same_steps_and_hide_no_checkpoint(runs_dir: Path) -> None:
+    """The number of the page is in the first heading, off the axis."""
+    run = write_run(runs_dir, steps=60)
+    async with opened(runs_dir, open_run=run, shows="training", size=(120, 36)) as ui:
+        panel = ui.find("ChartPanel", ChartPanel)
+        axes = [chart.draw_rows()[-1].text for chart in panel.charts]
+        assert len(axes) > 1
+        assert len({tuple(re.findall(r"[\d,]+", axis)) for axis in axes}) == 1, axes
+        assert len({axis.count("◆") for axis in axes}) == 1
+        assert "▸" in panel.charts[0].draw_rows()[0].text

@@ -129,7 +129,7 @@ async def test_time_left_is_shown_only_while_the_run_trains(runs_dir: Path) -> N
             change_state(run, state=state)
             await ui.state_shown(state)
             assert "left " not in headings()
-            assert re.search(r"loss +last \d.*\nthroughput .*last \d", headings())
+            assert re.search(r"loss.* last \d.*\nthroughput .*last \d", headings())
 
 
 async def title_of(run: RunDirectory, size: tuple[int, int], words: str) -> str:

@@ -183,6 +183,18 @@ def test_hardware_is_named_only_as_far_as_it_is_known() -> None:
     assert [label for _, label in table.labels] == ["cores", "host memory"]
 
 
+def test_the_strip_of_adam_stays_small_on_wide_screens() -> None:
+    store, cpus = LoadStore(), tuple(range(72))
+    store.append("n1", shown := one_sample(0, cores=(100,) * 72))
+    view = store.view({"n1": shown}, {})
+    groups = group_cores(cpus, frozenset(cpus[:65]), frozenset(cpus[65:]))
+    for width in (80, 220, 400):
+        (line,) = table_of(
+            [NodePicture(view.nodes[0], "", (0,), groups, ())], (), width, "block", True
+        ).lines
+        assert 10 <= sum(len(text) for text, role in line if role == "adam") <= 16
+
+
 EVERY_NAME = tuple(
     name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name
 )

@@ -78,6 +78,12 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
         assert len(ui.find("#overlay", Chart).lines) == 2
         await ui.press("equals_sign")
         await ui.until(lambda: re.search(r"data\.sequence_length( +256| +4096){2}", ui.text()))
+        frame, body, buttons = (
+            ui.screen.query_one(f".dialog{part}").content_region
+            for part in ("", "-body", "-buttons")
+        )
+        assert body.bottom <= buttons.y
+        assert buttons.bottom == frame.bottom, "the buttons stand on the last row"
         await ui.press("escape", "D")
         assert ui.screen is table.screen
         assert live.path.exists(), "the cursor is on the live run, which is never deleted"
@@ -204,6 +210,22 @@ async def test_runs_are_sorted_grouped_and_annotated(runs_dir: Path) -> None:
         await ui.until(lambda: "too short" in ui.shown("#facts"))
 
 
+@pytest.mark.parametrize(("width", "says"), [(80, False), (120, True), (160, False), (220, True)])
+async def test_the_list_says_why_runs_ended_where_it_has_room(
+    runs_dir: Path, width: int, says: bool
+) -> None:
+    write_run(runs_dir, steps=20, state="failed", name="a")
+    write_run(runs_dir, steps=20, state="finished", name="b")
+    async with opened(runs_dir, (width, 40)) as ui:
+        await ui.press("4")
+        table = ui.find("#table", RunTable)
+        await ui.until(lambda: table.row_count == 2 and "▁" in ui.text(), 8)
+        assert ("reason" in table.columns_shown) == says
+        if says:
+            assert "rank 2 ran out" in next(line for line in ui.lines() if "✗ failed" in line)
+        assert table.virtual_size.width <= table.scrollable_content_region.width
+
+
 def compared(
     made: Sequence[tuple[str, RunResults, dict[str, str]]], sort: str = "started", width: int = 120
 ) -> Content:
@@ -248,7 +270,8 @@ def test_compared_runs_are_ranked_and_the_best_marked(width: int) -> None:
     ]
     shown = compared(runs, width=width)
     first, second, third = shown.plain.splitlines()[1:4]
-    assert [line.split()[2] for line in (first, second, third)] == ["slow", "fast", "none"]
+    assert [line.split()[2] for line in (first, second)] == ["slow", "fast"]
+    assert third.split()[1:] == ["none", "no", "step"]
     assert first.rstrip().endswith(("1.2500", "900", "2.00 s"))
     ends = {line.index(loss) + len(loss) for line, loss in ((first, "1.2500"), (second, "1.5000"))}
     assert ends == {shown.plain.index("mean loss") + len("mean loss")}
@@ -256,8 +279,20 @@ def test_compared_runs_are_ranked_and_the_best_marked(width: int) -> None:
     assert styles_of(shown, "1.5000") in ([], [""])
     assert all(len(line) <= width for line in shown.plain.splitlines())
     by_speed = compared(runs, sort="tokens/s").plain.splitlines()[1:4]
-    assert [line.split()[2] for line in by_speed] == ["fast", "slow", "none"]
+    assert [line.split()[at] for line, at in zip(by_speed, (2, 2, 1), strict=True)] == [
+        *("fast", "slow", "none")
+    ]
     assert f"${look_of(0, coloured=True).role}" in [str(span.style) for span in shown.spans]
+
+
+def test_a_run_without_steps_has_no_rank_and_makes_no_other_the_best() -> None:
+    only = RunResults(mean_steps=50, loss=1.25, tokens_per_s=900.0)
+    shown = compared([("loading", RunResults(), {}), ("only", only, {})])
+    first, second = shown.plain.splitlines()[1:3]
+    assert (first.split()[0], first.split()[2]) == ("1", "only")
+    assert second.split()[0] != "2"
+    assert second.rstrip().endswith("no step")
+    assert "bold $success" not in [str(span.style) for span in shown.spans]
 
 
 def test_a_comparison_says_what_differs() -> None:

@@ -220,6 +220,11 @@ def test_roles_have_readable_colours_of_their_own(theme: Theme) -> None:
     for name, colour in roles.items():
         assert contrast(colour, theme.background or "") >= 4.5, name
     assert parts["exposed"] == roles["adam"]  # it is Adam that the GPU waits for
+    run, adam, strip = (
+        contrast(colour, theme.background or "")
+        for colour in colours(theme, "run adam adam-strip").values()
+    )
+    assert run > adam >= strip >= 3  # the loss is brighter than the load of cores
 
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -32,9 +33,10 @@ from so_tui.ui.charts.drawing import (
     spans,
     value_at,
     with_cursor,
+    with_even_ticks,
 )
 from so_tui.ui.charts.series import Axis, Line, Named, Span, View
-from so_tui.ui.text import glyphs_of
+from so_tui.ui.text import GlyphName, glyphs_of
 from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
 from so_tui.units import memory_unit, plural, significant
@@ -146,15 +148,12 @@ class _ChartFrame(NamedTuple):
         side = [Segment("│", self.styles["frame"])] * self.inset
         return Strip([*side, *row, *side], self.width)
 
-    def lower(self, row: Sequence[Segment], page: str = "") -> Strip:
-        """Return the last row; in a frame, its end says which ``page`` this is."""
+    def lower(self, row: Sequence[Segment]) -> Strip:
+        """Return the last row."""
         if not self.inset:
             return self.row(row)
         line = self.styles["frame"]
         inside = Strip(row).adjust_cell_length(self.width - 2, line)
-        if page:
-            end = Segment(f" {page} ", self.styles["page"])
-            inside = Strip([*inside.crop(0, self.width - 4 - len(page)), end])
         row_in_frame = Strip([Segment("╰", line), *inside, Segment("╯", line)])
         return row_in_frame.adjust_cell_length(self.width, self.styles["base"])
 
@@ -224,8 +223,6 @@ class Metric:
     """Whether this chart says what holds for all: what is being read, the range, evaluations, and
     steps whose loss is not a number.
     """
-    narrow_title: str = ""
-    """Instead of ``title`` where there is little room."""
     notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
     """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
     not, with room for words or not.
@@ -301,9 +298,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.boxed = boxed
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
         self.turns = ""
-        """The number of the page, at the end of the axis, or beside the title without a frame; a
-        click on it turns the page.
-        """
+        """The number of the page, shown after the title; a click on it turns the page."""
         self.alarm = ""
         self.progress = ""
         self.log_scale = self.robust = False
@@ -464,7 +459,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
                 rows.append(frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])]))
             if self.inset:
                 rows += [frame.row([])] * (height - 2 - len(rows))
-                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
+                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])]))
         if self.robust:  # the plot knows by now how many values it leaves out
             beside, _ = _arranged(title, list(self._figures()), room, height)
         return [frame.upper(title, beside), *rows]
@@ -478,12 +473,13 @@ class Chart(DrawnRowsMixin, can_focus=True):
         marks = self._all_marks(axis, width)
         key = (
             *(self._plot_key, axis.origin, tuple(marks), self.cursor, self.chosen),
-            *(frame.width, self.inset, self.turns, self.metric.shown_in),
+            *(frame.width, self.inset, self.metric.shown_in),
         )
         if key == self._body_key:
             return self._body_rows
         self._body_key = key
-        labels = gutter_text(scale, height, self.metric.format_value, self.metric.shown_in[0])
+        per, glyphs = self.metric.shown_in[0], glyphs_of(self.app)
+        labels = gutter_text(scale, height, glyphs, self.metric.format_value, per)
         rows = [
             frame.full_row(
                 [
@@ -498,9 +494,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
-        page = len(self.turns) + 2 if self.turns and self.inset else 0
-        lower = axis_row(axis, width, marks, styles, page)
-        self._body_rows = [*rows, frame.lower([*corner, *lower], self.turns)]
+        self._body_rows = [*rows, frame.lower([*corner, *axis_row(axis, width, marks, styles)])]
         return self._body_rows
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
@@ -528,18 +522,21 @@ class Chart(DrawnRowsMixin, can_focus=True):
         it again, and values beyond the range are no change.
         """
         glyphs = glyphs_of(self.app)
-        look = width, height, self.log_scale, self.robust, glyphs, id(styles)
+        per = self.metric.shown_in[0]
+        look = width, height, self.log_scale, self.robust, glyphs, id(styles), per
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            self._plotted = plot_rows(self.lines, axis, self._fit, (width, height), glyphs, styles)
+            fit = partial(self._fit, height, glyphs)
+            self._plotted = plot_rows(self.lines, axis, fit, (width, height), glyphs, styles)
         return self._plotted
 
-    def _fit(self, found: list[Spans]) -> Scale:
+    def _fit(self, height: int, glyphs: GlyphName, found: list[Spans]) -> Scale:
         metric = self.metric
         scale = fit_scale(
             found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
         )
+        scale = with_even_ticks(scale, height, glyphs, metric.shown_in[0])
         self._outside = columns_beyond(found, scale) if self.robust else 0
         return scale
 
@@ -548,10 +545,10 @@ class Chart(DrawnRowsMixin, can_focus=True):
         wrong.
         """
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        fits = len(self.title) + 2 + len(self.turns) <= room
-        turns = self.turns if fits and not self.inset and not scaled else ""
-        others = (turns, "page"), (self.progress, "cursor"), (self.alarm, "bad")
-        return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
+        fits = len(self.title) + 1 + len(self.turns) <= room
+        turns = self.turns if fits and not scaled else ""
+        others = (f" {turns}", "page"), (f"  {self.progress}", "cursor"), (f"  {self.alarm}", "bad")
+        return [(self.title, "title"), *(piece for piece in others if piece[0].strip())]
 
     def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""

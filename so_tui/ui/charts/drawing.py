@@ -57,6 +57,8 @@ class Scale:
     low: float
     high: float
     log: bool = False
+    step: float = 0.0
+    """Distance of round ticks that stand whole rows apart; 0 where none do."""
 
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
         """Return the lowest and highest dot row of each span, counted from the bottom and clamped
@@ -150,21 +152,33 @@ def fit_scale(
     return Scale(low if zero and low == 0 else low - pad, high if ceiling == high else high + pad)
 
 
-def _ticks(scale: Scale, most: int) -> list[float]:
-    """Return at most ``most`` round values on the scale, ascending."""
-    if most < 1:
-        return []
-    if scale.log:
-        first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
-        for steps in ((1, 2, 5), (1,)):
-            marks = [digit * 10.0**power for power in range(first, last + 1) for digit in steps]
-            marks = [mark for mark in marks if scale.low <= mark <= scale.high]
-            if len(marks) <= most and len(marks) >= 2:
-                return marks
-        if len(marks) > most:
-            return marks[:: -(-len(marks) // most)]
-        return _ticks(Scale(scale.low, scale.high), most)
-    return _round_values(scale.low, scale.high, most)
+def with_even_ticks(scale: Scale, height: int, glyphs: GlyphName, per: float = 1.0) -> Scale:
+    """Return a linear scale with as little more room as lets round values, divided by ``per``,
+    stand whole rows apart in a plot of ``height`` rows.
+    """
+    low, high, in_row = scale.low / per, scale.high / per, dots_in_row(glyphs)
+    top, span = height * in_row - 1, high - low
+    room = top if low == 0 else top - 1  # the lowest dot is moved to where ticks fall on dots
+    if scale.log or height < 3 or room < 1:
+        return scale
+    ways = []
+    most = height // 2 if low else height - 1  # rows between two ticks that both are shown
+    for rows in range(min(2 if height < 9 else 3, most), min(5, most) + 1):
+        rough = span * rows * in_row / room
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= rough * 0.999999)
+        ways.append((step / (rows * in_row), -rows, step))
+    dot, _, step = min(ways)
+    first = round((low - (top * dot - span) / 2) / dot) if low else 0
+    if low > 0 > first:
+        first = 0
+    if abs(first) > 1e9:  # values that differ in their last digits alone have no round ticks
+        return scale
+    return Scale(first * dot * per, (first + top) * dot * per, step=step * per)
+
+
+def dots_in_row(glyphs: GlyphName) -> int:
+    return len(_GLYPHS[glyphs].bits[0])
 
 
 def _round_values(
@@ -393,10 +407,9 @@ def plot_rows(
 
 
 def axis_row(
-    axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style], covered: int = 0
+    axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]
 ) -> list[Segment]:
-    """Return the x axis: a thin rule with round values and marks. Something else stands over the
-    last ``covered`` cells.
+    """Return the x axis: a thin rule with round values and marks.
 
     Labels keep off the marks, unless many marks leave no room for two: then those that labels cover
     are not drawn.
@@ -407,10 +420,9 @@ def axis_row(
         for mark in marks
         if axis.low <= (x := mark.at(axis)) <= axis.high
     }
-    end = range(width - covered, width)
-    labels = _labels(axis, width, {*marked, *end})
+    labels = _labels(axis, width, marked.keys())
     if len(labels) < 2 and len(marked) > width // 8:
-        labels = _labels(axis, width, end)
+        labels = _labels(axis, width, ())
         named = {column for start, label in labels for column in range(start, start + len(label))}
         marked = {column: mark for column, mark in marked.items() if column not in named}
     for start, label in labels:
@@ -503,17 +515,40 @@ def with_cursor(
 
 
 def gutter_text(
-    scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0
+    scale: Scale,
+    height: int,
+    glyphs: GlyphName,
+    format_value: Callable[[float], str],
+    per: float = 1.0,
 ) -> list[str]:
-    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row
-    named; values are divided by ``per``.
+    """Return the y labels of a plot, one text of GUTTER cells per row. Labels stand equally far
+    apart: the ticks of the scale, or else the values of every third row. Values are divided by
+    ``per``.
     """
     texts = [" " * GUTTER] * height
-    written = Scale(scale.low / per, scale.high / per, scale.log)
-    ticks = _ticks(written, max(2, height // 3 + 1))
-    for value, rows in zip(ticks, written.heights([(at, at) for at in ticks], height), strict=True):
-        if rows is not None:
-            texts[height - 1 - rows[0]] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
+    in_row = dots_in_row(glyphs)
+    top = max(1, height * in_row - 1)
+    if scale.step:
+        ticks = range(
+            math.ceil(scale.low / scale.step - 1e-6), math.floor(scale.high / scale.step + 1e-6) + 1
+        )
+        shares = [(at * scale.step - scale.low) / (scale.high - scale.low) for at in ticks]
+        named = [
+            (round(share * top) // in_row, at * (scale.step / per))
+            for at, share in zip(ticks, shares, strict=True)
+        ]
+    else:
+        low, high = scale.low, scale.high
+        if scale.log:
+            low, high = math.log10(low), math.log10(high)
+        middles = ((row, (row * in_row + (in_row - 1) / 2) / top) for row in range(0, height, 3))
+        values = [(row, low + share * (high - low)) for row, share in middles]
+        named = [(row, (10.0**value if scale.log else value) / per) for row, value in values]
+    wide = scale.log and scale.high > 10 * scale.low
+    for row, value in named:
+        short = float(f"{value:.2e}"), float(f"{value:.1e}")
+        ways = [_label(each, format_value(each)) for each in (*[value] * (not wide), *short[wide:])]
+        texts[height - 1 - row] = f"{next(filter(None, ways), ''):>{GUTTER - 1}} "
     return texts
 
 

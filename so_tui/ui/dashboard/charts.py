@@ -125,9 +125,9 @@ class ChartPanel(Container, CachedLinesMixin):
             *(Mark(float(resume.step), resume.time, "↻", "mark") for resume in events.resumes),
         ]
         for chart in self.charts:
-            last = chart.metric is self.page.metrics[-1]
+            first = chart.metric is self.page.metrics[0]
             room = chart.heading_room
-            chart.turns = self.page.note_in(room) if last else ""
+            chart.turns = self.page.note if first else ""
             self._show_metric(chart, room, marks)
 
     @property
@@ -160,8 +160,6 @@ class ChartPanel(Container, CachedLinesMixin):
             look = look_of(at, coloured=coloured)
             pairs += [(line, "") for line in other.lines(metric, *look)]
         roomy = room >= ROOMY
-        if metric.narrow_title:
-            chart.title = metric.title if roomy else metric.narrow_title
         latest = snapshot.latest if self._view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         losses = snapshot.whole.series.get("loss")
@@ -182,7 +180,9 @@ class ChartPanel(Container, CachedLinesMixin):
         ``coloured``, parts of a step have signs.
         """
         snapshot, axis, roomy = self._snapshot, self._axis, room >= ROOMY
-        crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
+        crowded = (
+            metric.key == "throughput" and not roomy
+        )  # MFU says more than that the run has ended
         newest = "." if snapshot.training or self._view.cursor is not None or crowded else "last"
         evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
         if metric.key == EVALUATIONS:

@@ -63,40 +63,42 @@ def comparison(
     if "model.id" in unlike:
         unlike = [path for path in unlike if path not in OF_MODEL]
     count = len(unlike)
-    differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+    differ = f"{plural(count, 'setting')} differ{'s' if count == 1 else ''}"
     differ = differ if count else "no setting differs"
     found = [results.get(row.run, RunResults()) for row in ranked]
-    title = f"{plural(len(rows), 'run')} by {RESULTS[key]}: {differ}"
+    title = f"{plural(len(rows), 'run')} by {RESULTS[key]}, {differ}"
     marks = [looks.get(row.run, NO_LOOK) for row in ranked]
     names = [row.run.name for row in ranked]
-    return title, partial(_laid_out, names, marks, found, key, settings, unlike)
+    without = [
+        "" if row.state.step else "no steps yet" if row.live else "no step" for row in ranked
+    ]
+    return title, partial(_laid_out, names, marks, found, without, key, settings, unlike)
 
 
 def _laid_out(
     names: Sequence[str],
     marks: Sequence[Look],
     found: Sequence[RunResults],
+    without: Sequence[str],
     key: str,
     settings: Sequence[Mapping[str, str]],
     unlike: Sequence[str],
     width: int,
 ) -> Content:
-    lines = [*_ranking(names, marks, found, key, width)]
+    lines = [*_ranking(names, marks, found, without, key, width)]
     if data := [path for path in DATA if path in unlike]:
         words = f"! {', '.join(data)} differ: losses on different data do not compare"
         if len(data) == 1:
             words = words.replace(" differ:", " differs:")
         wrapped = Content.styled(words, "$warning").wrap(width)
         lines += [Content(""), in_rows(wrapped)]
-    same = sorted(settings[0].keys() - set(differing(settings)))
-    label = max(map(len, (*unlike, *same)), default=0)
+    heading = "settings that differ"
+    label = max(map(len, (heading, *unlike)))
     label = min(label, max(NARROWEST, width - 2 * NARROWEST - 4))
     if unlike:
-        lines += [Content(""), *_settings(names, marks, settings, unlike, (label, width))]
-    lines += [Content(""), faint("the same in all:")]
-    column = max(NARROWEST, width - label - 2)
-    for path in same:
-        lines += _rows(path, [(settings[0][path], "")], label, column, 1, right=False)
+        lines += [Content(""), *_settings(heading, names, marks, settings, unlike, (label, width))]
+    same = len(settings[0].keys() - set(differing(settings)))
+    lines += [Content(""), faint(f"{plural(same, 'setting')} the same in all runs")]
     return in_rows(lines)
 
 
@@ -104,11 +106,12 @@ def _ranking(
     names: Sequence[str],
     marks: Sequence[Look],
     found: Sequence[RunResults],
+    without: Sequence[str],
     key: str,
     width: int,
 ) -> Iterator[Content]:
     """Yield a line for each run with its results, what they are ranked by first, as many as fit.
-    The best of each is bold.
+    The best of each is bold. A run without any says so, and one without the first has no rank.
     """
     keys = [key, *(other for other in RESULTS if other != key)]
     texts = {each: [result_text(one, each) for one in found] for each in keys}
@@ -126,11 +129,16 @@ def _ranking(
     best = {each: _best(found, each) for each in keys}
     shown = distinct(names, column)
     for at, (name, look) in enumerate(zip(shown, marks, strict=True)):
+        rank = "" if getattr(found[at], key) is None else str(at + 1)
         line: Pieces = [
-            (f"{at + 1:>{number}}  ", "$faint"),
+            (f"{rank:>{number}}  ", "$faint"),
             (f"{look.sign or '●'} ", f"${look.role}"),
         ]
         line.append(set_cell_size(name, column))
+        if without[at] and found[at] == RunResults():
+            line.append((f"  {without[at]}", "$faint"))
+            yield Content.assemble(*line)
+            continue
         for each in keys:
             style = "bold $success" if at in best[each] else ""
             line.append((f"  {texts[each][at]:>{cells[each]}}", style))
@@ -138,15 +146,16 @@ def _ranking(
 
 
 def _best(found: Sequence[RunResults], key: str) -> set[int]:
-    """Return which runs have the best value; none where all have the same."""
+    """Return which runs have the best value; none where only one is measured, or all are equal."""
     values = {at: value for at, one in enumerate(found) if (value := getattr(one, key)) is not None}
-    if key in NOT_BETTER or len({result_text(one, key) for one in found}) < 2 or not values:
+    if key in NOT_BETTER or len({result_text(found[at], key) for at in values}) < 2:
         return set()
     best = max(values.values()) if key in HIGHEST_BEST else min(values.values())
     return {at for at, value in values.items() if value == best}
 
 
 def _settings(
+    heading: str,
     names: Sequence[str],
     marks: Sequence[Look],
     settings: Sequence[Mapping[str, str]],
@@ -163,7 +172,7 @@ def _settings(
     for start in range(0, len(names), beside):
         chosen = slice(start, start + beside)
         heads = zip(shown[chosen], (f"bold ${look.role}" for look in marks[chosen]), strict=True)
-        yield from _rows("settings that differ", list(heads), label, column, 1)
+        yield from _rows(heading, list(heads), label, column, 1)
         for path in unlike:
             first, *_ = values = [each.get(path, "") for each in settings]
             styled = [(value, "" if value == first else "bold $warning") for value in values]
@@ -176,17 +185,15 @@ def _rows(
     label: int,
     column: int,
     most: int,
-    *,
-    right: bool = True,
 ) -> Iterator[Content]:
     """Yield the lines of a row: its name, and a column for each text with its style, in at most
-    ``most`` lines, on the ``right`` of its column if it fits into one.
+    ``most`` lines, on the right of its column if it fits into one.
     """
     folded = [chop_cells(shorten(text, column * most), column) for text, _ in texts]
     for number, cells in enumerate(zip_longest(*folded, fillvalue="")):
         head = shorten_path(name, label) if not number else ""
         line: Pieces = [(set_cell_size(head, label), "$faint")]
         for cell, whole, (_, style) in zip(cells, folded, texts, strict=True):
-            gap = " " * (column - cell_len(cell)) if right and len(whole) == 1 else ""
+            gap = " " * (column - cell_len(cell)) if len(whole) == 1 else ""
             line += ["  ", gap, (cell if gap else set_cell_size(cell, column), style)]
         yield Content.assemble(*line)

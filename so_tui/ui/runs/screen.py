@@ -24,7 +24,7 @@ from so_tui.ui.runs.preview import RunPreview, drawn_looks
 from so_tui.ui.runs.search import search
 from so_tui.ui.runs.table import ORDERS, SORTED_COLUMNS, RunTable, ordered
 from so_tui.ui.text import Content, shorten
-from so_tui.ui.widgets import Divider, FindField, keys
+from so_tui.ui.widgets import Divider, FindField, framed, keys
 from so_tui.units import plural, thousands
 
 EMPTY = (
@@ -32,8 +32,8 @@ EMPTY = (
     "checkpoints.\n\n"
     "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
 )
-BESIDE = 4
-"""Cells left and right of the table: its margins, and a scrollbar."""
+BESIDE, FRAME = 4, 4
+"""Cells left and right of the table: its margins and a scrollbar, and those of a frame."""
 WIDE = 160
 """Columns of a terminal from which on the chosen run stands beside the list."""
 LEAST_LIST, LEAST_ROWS = 70, 12
@@ -161,7 +161,8 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.query_one("#parts").display = bool(runs)
         looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
         marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
-        self.table.show(rows, self._curves, marks, order, self.size.width - BESIDE - self._beside)
+        room = self.size.width - self._beside - BESIDE - FRAME * framed(self.table)
+        self.table.show(rows, self._curves, marks, order, room)
         self._preview()
 
     # The preview.

@@ -14,6 +14,7 @@ from textual.coordinate import Coordinate
 from so_tui.runs import results as comparison
 from so_tui.runs.results import RunResults, result_text
 from so_tui.settings import RunListSettings
+from so_tui.trust.text import brief_message
 from so_tui.ui.charts.chart import Look
 from so_tui.ui.run_rows import Curves, LossCurve, RunRow
 from so_tui.ui.run_status import SIGNS
@@ -31,6 +32,10 @@ Cells = dict[str, Text]
 
 MARK, CURVE = "", " "
 """Columns without a heading."""
+WHY, LEAST_WHY = "reason", 16
+"""The last column, why runs ended early. It takes what the others leave, at least so many cells,
+and alone is cut.
+"""
 COLUMNS = (
     MARK,
     "state",
@@ -45,12 +50,13 @@ COLUMNS = (
     "GPU memory",
     "age",
     "host",
+    WHY,
 )
-DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "model", CURVE)
+DISPENSABLE = ("host", "GPU memory", "MFU", WHY, "evaluation loss", "tokens/s", "model", CURVE)
 """Columns that are dropped first where there is no room; dashboard and preview show their content
 too.
 """
-MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
+MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory", WHY)
 """Columns that are left out where no run has a value: without GPUs there is no MFU, and not every
 run evaluates.
 """
@@ -101,6 +107,7 @@ def _cells_of(
         **{column: Text(number, justify="right") for column, number in numbers.items()},
         "age": Text(since, style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
+        WHY: Text("" if row.live else brief_message(state.reason), style=faint),
     }
 
 
@@ -119,16 +126,20 @@ def _fitted(
     """Return the columns that ``_with_room`` finds, and the rows: a curve that has no room whole
     has every other of its bars.
     """
-    columns = _with_room(rows, room, padding, order)
+    columns, left = _with_room(rows, room, padding, order)
     if CURVE not in columns:
         rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
-        columns = _with_room(rows, room, padding, order)
+        columns, left = _with_room(rows, room, padding, order)
+    for row in rows:
+        row[WHY].truncate(LEAST_WHY + left, overflow="ellipsis")
     return columns, rows
 
 
-def _with_room(rows: Sequence[Cells], room: int, padding: int, order: RunListSettings) -> list[str]:
-    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
-    cut number would be wrong. The one that they are sorted by is dropped last.
+def _with_room(
+    rows: Sequence[Cells], room: int, padding: int, order: RunListSettings
+) -> tuple[list[str], int]:
+    """Return the columns that fit into ``room`` cells, padded on both sides, and the cells left.
+    None is cut, since a cut number would be wrong. The one that they are sorted by is dropped last.
     """
     kept = SORTED_COLUMNS[order.sort]
     texts = {name: [row[name].plain for row in rows] for name in COLUMNS}
@@ -137,10 +148,12 @@ def _with_room(rows: Sequence[Cells], room: int, padding: int, order: RunListSet
         for name, found in texts.items()
         if name not in MEASURED or any(found)
     }
+    if WHY in widths:
+        widths[WHY] = LEAST_WHY + 2 * padding
     for name in sorted(DISPENSABLE, key=lambda name: name == kept):
         if sum(widths.values()) > room:
             widths.pop(name, None)
-    return list(widths)
+    return list(widths), room - sum(widths.values())
 
 
 # The order of the list of runs, and its groups. Pure.
