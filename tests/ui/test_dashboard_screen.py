@@ -381,11 +381,11 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         await ui.configure()
         await ui.press("escape")
         form = ui.find("FormPanel", FormPanel)
-        columns = form.size.width
+        columns = form.outer_size.width
         await ui.press("right_curly_bracket")
-        await ui.until(lambda: kept("form") == columns + 4 == form.size.width)
+        await ui.until(lambda: kept("form") == columns + 4 == form.outer_size.width)
         await ui.press("vertical_line")
-        await ui.until(lambda: kept("form") is None and form.size.width == columns)
+        await ui.until(lambda: kept("form") is None and form.outer_size.width == columns)
         assert kept("run") == rows + 2, "sizes of other screens stay"
 
 

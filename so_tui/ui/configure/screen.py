@@ -387,7 +387,7 @@ class ConfigureScreen(ResizablePage):
         if self.has_class("-narrow"):
             return None
         step = -4 if panel is not None and self.plan in panel.ancestors else 4
-        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN, step=step)
+        return Size("form", self.form.outer_size.width, 40, self.size.width - LEAST_PLAN, step=step)
 
     def _mark_fields(self, planned: Planned, draft: Draft) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
