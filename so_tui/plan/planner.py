@@ -271,7 +271,7 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         cells[count] = replace(
             plan,
             recommended=plan.recommended and count == marked,
-            warnings=(*plan.warnings, *found.advice),
+            warnings=(*plan.warnings, *(found.advice if count == marked else ())),
             spec=replace(plan.spec, fixed=fixed),
         )
     rates = {

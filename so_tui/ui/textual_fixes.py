@@ -29,6 +29,7 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.dom import DOMNode
 from textual.drivers import linux_driver
+from textual.drivers._writer_thread import WriterThread
 from textual.filter import ANSIToTruecolor, LineFilter
 from textual.geometry import Region
 from textual.message import Message
@@ -224,7 +225,7 @@ class StylesFocus(Screen[Result]):
         )
 
 
-# Input: what is pasted is text.
+# The terminal: what is pasted is text, and a terminal that is gone holds nobody up.
 
 _PASTE, _PASTED = "\x1b[200~", "\x1b[201~"
 
@@ -268,9 +269,29 @@ class _Parser(XTermParser):
         return passed
 
 
+class _Writer(WriterThread):
+    """Takes what is drawn even when the terminal is gone. Textual's thread ends with the first
+    write that fails, and a screen that goes on drawing then waits for it for ever.
+    """
+
+    _ending = False
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except OSError:
+            while not (self._ending and self._queue.empty()):
+                self._queue.get()
+
+    def stop(self) -> None:
+        self._ending = True
+        super().stop()
+
+
 _NAMES = vars(linux_driver)
-assert _NAMES["XTermParser"] is XTermParser, "Textual's driver has another parser"
-_NAMES["XTermParser"] = _Parser
+for _theirs, _ours in ((XTermParser, _Parser), (WriterThread, _Writer)):
+    assert _NAMES[_theirs.__name__] is _theirs, f"Textual's driver has another {_theirs.__name__}"
+    _NAMES[_theirs.__name__] = _ours
 
 
 # The application: styles, keys in their order, printable text.

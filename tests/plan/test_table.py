@@ -138,7 +138,7 @@ def test_a_plan_is_shown_with_every_term_and_reason() -> None:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node under 0.55 s, one plan under 10 ms: the best of some tries, of
+    """The whole table of a quad node under 0.75 s, one plan under 10 ms: the best of some tries, of
     this process's own time. Where a machine is slower for a while than the one it was written on,
     as much longer as a piece of plain Python takes there.
     """
@@ -159,9 +159,9 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
         tables.append(between - begin)
         plans.append((time.process_time() - between) / len(specs))
         plain.append(seconds_of_plain_python())
-        if min(tables) < 0.55 and attempt >= 2:
+        if min(tables) < 0.75 and attempt >= 2:
             break
-    assert min(tables) < 0.55 * slowness(min(plain))
+    assert min(tables) < 0.75 * slowness(min(plain))
     assert min(plans) < 0.01 * slowness(min(plain))
 
 
