@@ -44,7 +44,7 @@ CHECKS := check-code check-types check-imports check-words check-automation chec
 
 help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
-	@echo "make test         everything that need not train, and one real run (about two minutes on two cores)"
+	@echo "make test         everything that need not train, and one real run (about six minutes on two cores)"
 	@echo "make test-all     make test, then every test that trains (at most 14 minutes)"
 	@echo "make test-system  the wheel in an empty environment, locked packages, Slurm (at most 18 minutes; needs a package index)"
 	@echo "make aarch64-test the light install and the kernel on aarch64: natively there, elsewhere with qemu-user and Debian's packages (at most 8 minutes)"

@@ -117,11 +117,11 @@ def watched_to_its_end(user: Terminal) -> RunDirectory:
     (run,) = user.runs()
     assert run.name == shown[1]
     assert 1 <= int(shown[2]) <= len(of_kind(run, StepRecord))
-    user.matched(r"loss[ ─]+now \d+\.\d+")
+    user.matched(r"loss( 1/\d ▸)?[ ─]+now \d+\.\d+")
     user.matched(rf"✓ finished +step {STEPS} / {STEPS}\b")
     losses = [record.loss for record in of_kind(run, StepRecord)]
     assert len(losses) == STEPS, log(run)
-    last = float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1])
+    last = float(user.matched(r"loss(?: 1/\d ▸)?[ ─]+last (\d+\.\d+)")[1])
     assert last == pytest.approx(losses[-1], abs=0.006)
     state = read_state(run)
     assert (state.state, state.saved_step) == ("finished", STEPS)

@@ -243,7 +243,10 @@ class DashboardScreen(ResizablePage):
     def _show(self, snapshot: Snapshot) -> None:
         whole_width = self.size.width - 2
         side = self._set_side()
-        width = (self.panels.scrollable_content_region.width or whole_width) - side
+        # Just after a resize the panels have their old size still.
+        laid_out = self.panels.outer_size.width == self.size.width
+        room = self.panels.scrollable_content_region.width if laid_out else whole_width
+        width = (room or whole_width) - side
         self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
         now = time.time()
         self.header.show(snapshot, now, whole_width)
