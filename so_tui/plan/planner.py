@@ -122,10 +122,10 @@ def recommend(spec: RunSpec, machine: Machine) -> Plan:
 def replan(spec: RunSpec, machine: Machine) -> Plan:
     """Return the plan of settings that were chosen before, for the machine where they are to run
     now. They stay where they fit; otherwise they are chosen again, for as many GPUs, and the plan
-    says which changed.
+    says which changed. What was chosen for GPUs is never run without any.
     """
     kept = make_plan(spec, machine)
-    if kept.fits:
+    if kept.fits or not (kept.possible or machine.gpus):
         return kept
     again = recommend(replace(spec, fixed=_with_gpus(spec.fixed)), machine)
     if not again.fits:

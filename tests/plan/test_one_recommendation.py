@@ -182,3 +182,12 @@ def test_every_view_of_a_preset_has_the_same_settings(machine: str, mode: str) -
             assert form == {path: settings[path] for path in MACHINE_DECIDES}, where
             assert set(plan.spec.fixed) == edits.keys()
             assert_nothing_faster_is_named(plan, set(edits))
+
+
+def test_what_was_chosen_for_gpus_is_not_run_without_any() -> None:
+    begun = recommend(CATALOG.presets["tiny"].spec, named_machine("h200-8"))
+    assert begun.mode == "gpu"
+    without = msgspec.structs.replace(named_machine("h200-8"), gpus=())
+    again = replan(begun.spec, without)
+    assert not again.possible
+    assert again.mode == "gpu"
