@@ -261,12 +261,26 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     """GPU count of each host (ranks on a machine without GPUs) -> the best plan there;
     ``recommended`` marks at most one of them: what `so-tui run PRESET` starts.
     """
-    fastest: int = 0
-    """The count with the most tokens per second in total; 0 where none fits or no speed is
-    known.
-    """
     nodes: int = 1
     """Hosts."""
+
+    @property
+    def fastest(self) -> int:
+        """The count with the most tokens per second in total, of those that fit with a margin; 0
+        where none does or no speed is known.
+        """
+        rates = {
+            count: plan.useful_tokens_per_s_total or 0.0
+            for count, plan in self.cells.items()
+            if plan.verdict == "fits"
+        }
+        return max(rates, key=lambda count: rates[count]) if any(rates.values()) else 0
+
+    @property
+    def fastest_plan(self) -> Plan | None:
+        """The plan on the fastest count; None where there is no other count that fits."""
+        several = sum(plan.fits for plan in self.cells.values()) > 1
+        return self.cells.get(self.fastest) if several else None
 
 
 class Variable(Struct, frozen=True):

@@ -274,11 +274,6 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
             warnings=(*plan.warnings, *(found.advice if count == marked else ())),
             spec=replace(plan.spec, fixed=fixed),
         )
-    rates = {
-        count: plan.useful_tokens_per_s_total or 0.0
-        for count, plan in cells.items()
-        if plan.verdict == "fits"
-    }
     parameters, profile = spec.model.parameter_count, profile_of(spec.model)
     idle = idle_parameters(profile.blocks, profile.architecture)
     return PlanRow(
@@ -288,7 +283,6 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         active_parameters=parameters - idle,
         sequence_length=spec.data.sequence_length,
         cells=cells,
-        fastest=max(rates, key=lambda count: rates[count]) if any(rates.values()) else 0,
         nodes=spec.nodes,
     )
 

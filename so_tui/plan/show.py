@@ -197,18 +197,13 @@ def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
     )
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-        fastest = row.cells.get(row.fastest) if _choice_of_counts(row) else None
+        fastest = row.fastest_plan
         cells = [
             _cell(plan, narrow=narrow, compact=compact, fastest=plan is fastest)
             for plan in row.cells.values()
         ]
         table.add_row(printable_line(row.preset), *facts, *cells)
     return table
-
-
-def _choice_of_counts(row: PlanRow) -> bool:
-    """Return whether several numbers of GPUs fit."""
-    return sum(plan.fits for plan in row.cells.values()) > 1
 
 
 def _cell(
@@ -440,7 +435,7 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
     text.append(
-        f"★ what so-tui run starts{'   ⇡ fastest' if any(map(_choice_of_counts, rows)) else ''}"
+        f"★ what so-tui run starts{'   ⇡ fastest' if any(row.fastest_plan for row in rows) else ''}"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )

@@ -14,7 +14,7 @@ from textual.worker import get_current_worker
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure, reporting
 from so_tui.ui.page import FiltersTable
-from so_tui.ui.presets.table import PresetTable, best_plan, fastest_plan
+from so_tui.ui.presets.table import PresetTable, best_plan
 from so_tui.ui.text import Content, faint, in_rows, shows_ascii
 from so_tui.ui.widgets import FindField, framed, keys
 from so_tui.units import plural
@@ -298,8 +298,9 @@ class PresetsScreen(FiltersTable):
         width = max(36, self.title_shown.content_size.width - 1)
         self.title_shown.update(plan_view.headline(plan, width, title))
         plain, rows = shows_ascii(self.app), pane.content_size.height
-        best = fastest_plan(row)
-        self.detail.update(plan_view.as_roomy(plan, width, rows, fastest=best, plain=plain))
+        self.detail.update(
+            plan_view.as_roomy(plan, width, rows, fastest=row.fastest_plan, plain=plain)
+        )
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:

@@ -175,7 +175,7 @@ class PresetTable(FittedTable):
             short = shortfall(plan)
             if look == "tight":  # no marks: they are for what fits
                 return Text.assemble((sign, verdict), short.replace(" > ", ">"))
-        marks = f"{'★' if plan.recommended else ' '}{'⇡' if plan is fastest_plan(row) else ' '}"
+        marks = f"{'★' if plan.recommended else ' '}{'⇡' if plan is row.fastest_plan else ' '}"
         text = Text.assemble((marks, strong), (sign, verdict), short)
         if not plan.fits:
             return text
@@ -221,7 +221,7 @@ class PresetTable(FittedTable):
         speeds = any(plan.useful_tokens_per_s_total for plan in fitting)
         entries = (
             ("★", "$run", "so-tui run starts this", any(plan.recommended for plan in plans)),
-            ("⇡", "$run", "fastest", any(map(fastest_plan, self._shown))),
+            ("⇡", "$run", "fastest", any(row.fastest_plan for row in self._shown)),
             (
                 "✗",
                 STYLES["does not fit"],
@@ -296,14 +296,6 @@ class PresetTable(FittedTable):
 def best_plan(row: PlanRow) -> Plan:
     """Return the recommended plan of a row, else its first."""
     return max(row.cells.values(), key=lambda plan: plan.recommended)
-
-
-def fastest_plan(row: PlanRow) -> Plan | None:
-    """Return the plan of a row with the most tokens per second; None where fewer than two fit."""
-    fitting = [plan for plan in row.cells.values() if plan.fits and plan.useful_tokens_per_s_total]
-    if len(fitting) < 2:
-        return None
-    return max(fitting, key=lambda plan: plan.useful_tokens_per_s_total or 0)
 
 
 def _how(plan: Plan, look: Cells) -> str:
